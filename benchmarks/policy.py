@@ -1,0 +1,109 @@
+"""What a policy costs a step: microseconds of plan + observe on one core, and memory growth over a long run.
+
+Knows no model: outcomes are drawn at random, and drawing them is not timed. Target: under 500 us for 256 sequences, and
+no growth. Run `python benchmarks/policy.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+
+from dsde import policies
+from dsde.policies import BatchView, Outcome, Plan, Policy, make_policy
+
+SPECS = ("off", "static:4", "dsde", "dsde:release")
+BATCH_SIZES = (1, 16, 64, 256, 1024)
+NUM_WARMUP_STEPS = 100
+LONG_RUN = (100, 2000)
+NUM_FRAMES = 4
+"""deep enough to see the policy behind an allocation inside NumPy"""
+
+
+class Workload:
+    """A fixed batch of sequences whose KLDs keep DSDE within its dynamic range, so that lengths differ and change."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.rng = np.random.default_rng(0)
+        self.klds = self.rng.exponential(0.08, size=1 << 16)
+        self.batch = BatchView(
+            slots=np.arange(batch_size),
+            rooms=np.full(batch_size, 1000),
+            temperatures=np.ones(batch_size),
+            num_decoding=batch_size,
+        )
+
+    def outcome(self, plan: Plan) -> Outcome:
+        num_drafted = int(plan.lengths.sum())
+        start = int(self.rng.integers(self.klds.size - num_drafted))
+        return Outcome(
+            slots=self.batch.slots,
+            drafted=plan.lengths,
+            accepted=self.rng.integers(0, plan.lengths + 1),
+            klds=self.klds[start : start + num_drafted],
+            temperatures=self.batch.temperatures,
+        )
+
+
+def step_us(policy: Policy, workload: Workload) -> float:
+    start = time.perf_counter_ns()
+    plan = policy.plan(workload.batch)
+    planned = time.perf_counter_ns()
+    outcome = workload.outcome(plan)
+    verified = time.perf_counter_ns()
+    policy.observe(outcome)
+    return (time.perf_counter_ns() - verified + planned - start) / 1e3
+
+
+def measure_us(spec: str, batch_size: int, num_steps: int) -> tuple[float, float]:
+    """Median and best over the steps."""
+    policy, workload = make_policy(spec), Workload(batch_size)
+    for _ in range(NUM_WARMUP_STEPS):
+        step_us(policy, workload)
+    times = [step_us(policy, workload) for _ in range(num_steps)]
+    return float(np.median(times)), min(times)
+
+
+def measure_growth(spec: str, batch_size: int) -> int:
+    """Bytes held by allocations made in the policies at the end of a long run, less those near its beginning."""
+    policy, workload = make_policy(spec), Workload(batch_size)
+    first, last = LONG_RUN
+    tracemalloc.start(NUM_FRAMES)
+    in_use = {}
+    for step in range(1, last + 1):
+        step_us(policy, workload)
+        if step in LONG_RUN:
+            in_use[step] = _bytes_in_policies()
+    tracemalloc.stop()
+    return in_use[last] - in_use[first]
+
+
+def _bytes_in_policies() -> int:
+    gc.collect()
+    snapshot = tracemalloc.take_snapshot()
+    in_policies = tracemalloc.Filter(True, str(Path(policies.__file__).parent / "*"), all_frames=True)
+    return sum(trace.size for trace in snapshot.filter_traces([in_policies]).traces)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    args = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    print(f"{'policy':<14}{'sequences':>10}{'median us':>12}{'best us':>10}{'growth bytes':>14}")
+    for spec in SPECS:
+        for batch_size in BATCH_SIZES:
+            median, best = measure_us(spec, batch_size, args.steps)
+            growth = measure_growth(spec, batch_size)
+            print(f"{spec:<14}{batch_size:>10}{median:>12.1f}{best:>10.1f}{growth:>14}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

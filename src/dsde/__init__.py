@@ -1,0 +1,39 @@
+"""dsde: speculative decoding that tunes itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dsde.core.errors import DownloadError, DsdeError, InvalidInput, ModelError
+from dsde.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StepRecord, StreamChunk
+from dsde.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from dsde.engine.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "DownloadError",
+    "DsdeError",
+    "InvalidInput",
+    "Logprob",
+    "ModelError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StepRecord",
+    "StreamChunk",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch takes seconds: whoever wants only policies or a version need not wait for it.
+    if name == "LLM":
+        from dsde.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'dsde' has no attribute {name!r}")

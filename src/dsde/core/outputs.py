@@ -1,0 +1,120 @@
+"""What a request gets back. Plain data; written by the engine, read by users."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability under the target, from its raw logits."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely token"""
+    text: str = ""
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one step did for one sequence, and why: the line of a trace."""
+
+    request_id: str
+    index: int
+    step: int
+    """number of the engine's step"""
+    num_tokens: int
+    """tokens of the sequence before the step"""
+    num_decoding: int
+    """sequences that decoded in the same step"""
+    predicted: float | None
+    """length the policy wanted; None where the request fixed its own"""
+    cap: float | None
+    planned: int
+    """after caps and room"""
+    drafted: int
+    """after look-ahead memory and what the draft had to offer"""
+    accepted: int
+    klds: list[float]
+    signals: dict[str, float | None]
+    """the policy's own reasons (DSDE: scale_factor, wvir, mean_kld, sl_max); None where there is none yet"""
+    draft_s: float
+    verify_s: float
+    step_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Counts and times of one request, all its completions together."""
+
+    num_steps: int = 0
+    """target passes that emitted a token for this request"""
+    num_drafts: int = 0
+    """those of them in which something had been drafted"""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_emitted_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_catch_up_tokens: int = 0
+    """tokens the draft read again because speculation had paused, or for the first time (the prompt)"""
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    """from arrival to the first token"""
+    total_s: float = 0.0
+    trace: list[StepRecord] | None = None
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted"""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """emitted per step, the bonus token included"""
+        return self.num_emitted_tokens / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None
+    """None while it is still running"""
+    stop_reason: int | str | None = None
+    """the token id or string that ended it, where one did"""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with all its completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool
+
+
+@dataclass(slots=True)
+class StreamChunk:
+    """What one step added to one completion."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None

@@ -1,0 +1,96 @@
+"""Turns a policy's opinion into the lengths of a step, and the step's outcome into what the policy learns.
+
+Requests that fix their own length, or want none, never reach the policy. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsde.core.sequence import Sequence
+from dsde.engine.metrics import EngineMetrics
+from dsde.engine.scheduler import Scheduler
+from dsde.policies import BatchView, Need, Outcome, Plan, Policy
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class LengthPlan:
+    """Lengths for the decoding sequences of one step."""
+
+    planned: IntArray
+    """what policy or request asked for"""
+    lengths: IntArray
+    """what there is memory for"""
+    rows: IntArray
+    """the sequences whose length the policy chose"""
+    batch: BatchView
+    plan: Plan | None
+    """the policy's own; None where it had nobody to choose for"""
+
+
+class Planner:
+    def __init__(self, policy: Policy, scheduler: Scheduler, can_draft: bool, metrics: EngineMetrics) -> None:
+        self.policy = policy
+        self.scheduler = scheduler
+        self.can_draft = can_draft
+        self.metrics = metrics
+
+    @property
+    def needs_klds(self) -> bool:
+        return bool(self.policy.needs & Need.KLD)
+
+    def plan(self, decodes: list[Sequence]) -> LengthPlan:
+        rooms = np.array([s.max_tokens - s.num_output_tokens - 1 for s in decodes], dtype=np.int64)
+        wishes = [s.params.speculation for s in decodes]
+        planned = np.array([w if isinstance(w, int) else 0 for w in wishes], dtype=np.int64)
+        planned = np.minimum(planned, rooms) if self.can_draft else np.zeros_like(rooms)
+        rows = np.array([i for i, wish in enumerate(wishes) if wish == "on" and self.can_draft], dtype=np.int64)
+        batch = BatchView(
+            slots=np.array([decodes[i].slot for i in rows], dtype=np.int64),
+            rooms=rooms[rows],
+            temperatures=np.array([decodes[i].params.temperature for i in rows], dtype=np.float64),
+            num_decoding=len(decodes),
+            num_waiting=len(self.scheduler.waiting),
+        )
+        plan = None
+        if len(rows):
+            plan = self.policy.plan(batch)
+            planned[rows] = plan.lengths
+            if plan.cap is not None:
+                self.metrics.num_capped += int((plan.votes & (plan.predicted > plan.cap)).sum())
+        lengths = np.array([self.scheduler.reserve(s, int(k)) for s, k in zip(decodes, planned, strict=True)], np.int64)
+        self.metrics.num_trimmed += int((lengths < planned).sum())
+        return LengthPlan(planned, lengths, rows, batch, plan)
+
+    def observe(
+        self,
+        plan: LengthPlan,
+        drafted: IntArray,
+        accepted: IntArray,
+        klds: NDArray[np.float64],
+        draft_s: float,
+        verify_s: float,
+    ) -> None:
+        """Tell the policy what became of its lengths."""
+        if plan.plan is None:
+            return
+        rows = plan.rows
+        if len(rows) < len(drafted) and len(klds):
+            mine = np.zeros(len(drafted), dtype=bool)
+            mine[rows] = True
+            klds = klds[np.repeat(mine, drafted)]
+        outcome = Outcome(
+            slots=plan.batch.slots,
+            drafted=drafted[rows],
+            accepted=accepted[rows],
+            klds=klds if self.needs_klds else np.empty(0),
+            temperatures=plan.batch.temperatures,
+            draft_s=draft_s,
+            verify_s=verify_s,
+        )
+        self.policy.observe(outcome)

@@ -1,0 +1,126 @@
+"""What a length policy sees, what it answers, and how stages compose with it.
+
+NumPy only. Knows nothing of models, tokens or KV blocks. Everything is an array over the sequences of one step; a
+sequence is known by its `slot`, a small integer that stays with it until it ends, preemption included.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Flag, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+class Need(Flag):
+    """Signals a policy asks for; the engine computes only what somebody needs."""
+
+    NOTHING = 0
+    KLD = auto()
+
+
+@dataclass(slots=True)
+class BatchView:
+    """The decoding sequences whose length this policy chooses, before anything is drafted. Written by the engine."""
+
+    slots: IntArray
+    rooms: IntArray
+    """most tokens that may be drafted: what is left of max_tokens and of the context"""
+    temperatures: FloatArray
+    num_decoding: int
+    """all sequences that decode in this step, also those whose request fixed its own length"""
+    num_waiting: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """Lengths for one step. A policy creates it, stages change `lengths` (and `cap`), the engine obeys it."""
+
+    lengths: IntArray
+    """[batch] tokens to draft, 0 allowed; never more than the room"""
+    predicted: FloatArray
+    """[batch] the length the policy wants, before rounding, room and caps"""
+    votes: BoolArray
+    """[batch] whose prediction counts for, and is bound by, batch-wide stages (a calibrating sequence has none yet)"""
+    cap: float | None = None
+    """what a batch-wide stage limited the lengths to"""
+    signals: dict[str, FloatArray] = field(default_factory=dict)
+    """named per-sequence signals behind the prediction, for the trace; NaN where there is none yet"""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What verification found, for the same sequences in the same order as the plan. Written by the engine."""
+
+    slots: IntArray
+    drafted: IntArray
+    """[batch] tokens that were drafted and verified; 0 where nothing was"""
+    accepted: IntArray
+    """[batch] drafted tokens that stood, without the bonus token"""
+    klds: FloatArray
+    """[sum(drafted)] KLD of every verified position, sequence after sequence; empty unless Need.KLD"""
+    temperatures: FloatArray
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+
+class Stage(ABC):
+    """Changes the lengths of a batch after the policy has spoken. Composes with any policy: `DSDE() | MeanCap()`."""
+
+    @abstractmethod
+    def apply(self, plan: Plan, batch: BatchView) -> None:
+        """Lower `plan.lengths` in place; say in `plan.cap` what was done."""
+
+    def observe(self, outcome: Outcome) -> None:  # noqa: B027 (most stages learn nothing)
+        """Learn from a verified step."""
+
+
+class Policy(ABC):
+    """Chooses how many tokens every sequence drafts. Uses only the past, so any policy is lossless."""
+
+    needs: Need = Need.NOTHING
+
+    @abstractmethod
+    def plan(self, batch: BatchView) -> Plan:
+        """Lengths for the coming step."""
+
+    def observe(self, outcome: Outcome) -> None:  # noqa: B027 (off and static learn nothing)
+        """Learn from the step just verified."""
+
+    def forget(self, slots: IntArray) -> None:  # noqa: B027
+        """These sequences have ended: drop their state, the slots will be given to others."""
+
+    def __or__(self, stage: Stage) -> Staged:
+        return Staged(self, [stage])
+
+
+class Staged(Policy):
+    """A policy followed by stages, itself a policy."""
+
+    def __init__(self, policy: Policy, stages: list[Stage]) -> None:
+        self.policy = policy
+        self.stages = stages
+        self.needs = policy.needs
+
+    def plan(self, batch: BatchView) -> Plan:
+        plan = self.policy.plan(batch)
+        for stage in self.stages:
+            stage.apply(plan, batch)
+        return plan
+
+    def observe(self, outcome: Outcome) -> None:
+        self.policy.observe(outcome)
+        for stage in self.stages:
+            stage.observe(outcome)
+
+    def forget(self, slots: IntArray) -> None:
+        self.policy.forget(slots)
+
+    def __or__(self, stage: Stage) -> Staged:
+        return Staged(self.policy, [*self.stages, stage])

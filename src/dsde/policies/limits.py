@@ -1,0 +1,22 @@
+"""Ranges of what a person may ask of a policy, and the one sentence said when it is outside. Knows no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dsde.core.errors import InvalidInput
+
+LONGEST = 128
+"""most tokens any policy may be configured to draft in one step"""
+
+
+def check_whole(field: str, value: object, low: int, high: int) -> None:
+    """`value` is a whole number within low..high, or InvalidInput."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidInput(f"{field} must be a whole number from {low} to {high}, not {value!r}")
+
+
+def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
+    """`value` is one of the allowed words, or InvalidInput."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidInput(f"{field} must be one of {', '.join(allowed)}, not {value!r}")

@@ -1,0 +1,24 @@
+"""The same length for every sequence at every step. Knows the room of a sequence, learns nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsde.policies.base import BatchView, Plan, Policy
+from dsde.policies.limits import LONGEST, check_whole
+
+
+class Static(Policy):
+    """Everybody drafts `length` tokens, fewer only where there is no room for them."""
+
+    def __init__(self, length: int) -> None:
+        check_whole("length", length, 0, LONGEST)
+        self.length = length
+
+    def plan(self, batch: BatchView) -> Plan:
+        num_sequences = batch.slots.size
+        return Plan(
+            lengths=np.minimum(self.length, batch.rooms),
+            predicted=np.full(num_sequences, float(self.length)),
+            votes=np.ones(num_sequences, np.bool_),
+        )

@@ -1,0 +1,77 @@
+"""Draws tokens from distributions with random numbers that depend on the request alone.
+
+Two ways of drawing. A request without a seed inverts the cumulative distribution with a fresh uniform for every step.
+A request with a seed runs an exponential race whose noise belongs to the position (the Gumbel trick): target and draft
+use the same noise at the same position, so the draft's token often equals the target's (arXiv 2408.07978), and the
+target's token is a function of seed, position and target distribution alone, whoever drafted and however far.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dsde.core.rng import Purpose, exponentials, uniforms
+from dsde.core.sequence import Sequence
+from dsde.sampling.distribution import Distributions, IntArray, Rows
+
+
+class Sampler:
+    """Draws for one engine. Holds a step's noise, which draft and target share, and nothing else."""
+
+    def __init__(self) -> None:
+        self._noise: dict[tuple[int, int], torch.Tensor] = {}
+
+    def begin_step(self) -> None:
+        self._noise.clear()
+
+    def draw(self, dist: Distributions, rows: Rows, purpose: Purpose) -> torch.Tensor:
+        """[rows] the token of every row: the greedy one, or one drawn."""
+        if len(dist.sampled) == 0:
+            return dist.tokens
+        tokens = dist.tokens.clone()
+        tokens[torch.from_numpy(dist.sampled).to(tokens.device)] = self.draw_sampled(dist, rows, purpose)
+        return tokens
+
+    def draw_sampled(self, dist: Distributions, rows: Rows, purpose: Purpose) -> torch.Tensor:
+        """[len(dist.sampled)] one token for every row of probabilities."""
+        owners = rows.owners[dist.sampled]
+        depths = rows.depths[dist.sampled]
+        drawn = torch.empty(len(owners), dtype=torch.int64, device=dist.probs.device)
+        coupled = np.array([s.coupled for s in rows.sequences], dtype=bool)[owners]
+        free = np.flatnonzero(~coupled)
+        if len(free):
+            u = keyed_uniforms(rows.sequences, owners[free], depths[free], purpose)
+            drawn[torch.from_numpy(free).to(drawn.device)] = invert(_select(dist.probs, free), u)
+        for row in np.flatnonzero(coupled):
+            sequence = rows.sequences[owners[row]]
+            noise = self._position_noise(sequence, int(depths[row]), dist.probs)
+            drawn[row] = (dist.probs[row] / noise).argmax()
+        return drawn
+
+    def _position_noise(self, sequence: Sequence, depth: int, like: torch.Tensor) -> torch.Tensor:
+        key = (sequence.stream, sequence.num_output_tokens + depth)
+        noise = self._noise.get(key)
+        if noise is None:
+            noise = torch.from_numpy(exponentials(*key, like.shape[-1])).to(like.device)
+            self._noise[key] = noise
+        return noise
+
+
+def keyed_uniforms(sequences: list[Sequence], owners: IntArray, depths: IntArray, purpose: Purpose) -> torch.Tensor:
+    """One uniform per row. Keyed by the sequence's step: a position that is drafted again gets fresh numbers, since
+    the length chosen meanwhile may depend on what the old ones led to."""
+    streams = np.array([s.stream for s in sequences], dtype=np.uint64)[owners]
+    steps = np.array([s.num_steps for s in sequences], dtype=np.int64)[owners]
+    return torch.from_numpy(uniforms(streams, steps, depths, purpose))
+
+
+def invert(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Draw from each row of non-negative weights (any positive sum) by inverting its cumulative sum at u."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    goal = u.to(weights.device).unsqueeze(-1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, goal, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def _select(probs: torch.Tensor, index: IntArray) -> torch.Tensor:
+    return probs if len(index) == len(probs) else probs[torch.from_numpy(index).to(probs.device)]

@@ -42,14 +42,14 @@ def reference_attention(
     return torch.stack(outputs)
 
 
-def random_batch(query_lens: list[int], context_lens: list[int], seed: int = 0) -> PackedBatch:
+def random_batch(query_lens: list[int], context_lens: list[int], seed: int = 0, device: str = "cpu") -> PackedBatch:
     """Sequences whose blocks lie scattered over the pool."""
     rng = np.random.default_rng(seed)
     counts = [-(-context // BLOCK_SIZE) for context in context_lens]
     free = rng.permutation(sum(counts) + 5).tolist()
     tables = [[free.pop() for _ in range(count)] for count in counts]
     tokens = np.zeros(sum(query_lens), dtype=np.int64)
-    return pack(tokens, np.array(query_lens), np.array(context_lens), tables, None, torch.device("cpu"))
+    return pack(tokens, np.array(query_lens), np.array(context_lens), tables, None, torch.device(device))
 
 
 def random_cache(context_lens: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,6 +117,20 @@ def test_random_ragged_batches() -> None:
         window = [None, 20][seed % 2]
         got = paged_attention(q, cache_k, cache_v, batch, SCALE, window)
         torch.testing.assert_close(got, reference_attention(q, cache_k, cache_v, batch, window, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+def test_cuda_equals_cpu(lengths: tuple[list[int], list[int]], window: int | None, softcap: float | None) -> None:
+    cache_k, cache_v = random_cache(lengths[1], torch.float32)
+    q = torch.randn(sum(lengths[0]), NUM_HEADS, HEAD_DIM)
+    expected = reference_attention(q, cache_k, cache_v, random_batch(*lengths), window, softcap)
+    batch = random_batch(*lengths, device="cuda")
+    got = paged_attention(q.cuda(), cache_k.cuda(), cache_v.cuda(), batch, SCALE, window, softcap)
+    torch.testing.assert_close(got.cpu(), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_the_plan_is_made_once_per_window() -> None:

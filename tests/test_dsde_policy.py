@@ -76,7 +76,10 @@ class ReferenceSequence:
             return 1.0 if self.preset == "paper" else 0.0
         num_short, decay, flat = (10, 0.85, 1.0) if self.preset == "paper" else (len(window) // 3, 0.9, 20.0)
         long = weighted_variance(window, decay)
-        return flat if long < 1e-6 else weighted_variance(window[-max(num_short, 1) :], decay) / long
+        short = weighted_variance(window[-max(num_short, 1) :], decay)
+        if long < 1e-6 or (self.preset == "paper" and short < 1e-6):
+            return flat
+        return short / long
 
 
 def weighted_variance(values: list[float], decay: float) -> float:
@@ -236,6 +239,15 @@ def test_constant_large_gets_sl_min(preset: str, kld: float) -> None:
     assert plan.signals["sl_max"][0] > 10
     assert plan.lengths.tolist() == [policy.preset.min]
     assert np.isfinite(plan.predicted).all()
+
+
+def test_sudden_constant_disagreement_gets_sl_min_at_once() -> None:
+    policy = DSDE()
+    for _ in range(4):
+        feed(policy, [0.001 * i for i in range(10)], 10)
+    assert plan_one(policy).lengths[0] > 10
+    feed(policy, [math.nan] * 10, 0)
+    assert plan_one(policy).lengths.tolist() == [2]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

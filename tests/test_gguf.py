@@ -85,7 +85,12 @@ def write_gguf(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for key, value in (meta or {}).items():
-        {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_float32(key, value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
@@ -264,7 +269,7 @@ def test_an_unknown_tensor_type_is_named(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="token_embd.weight in GGUF tensor type 16; the types read are F32"):
+    with pytest.raises(ModelError, match=r"token_embd\.weight in GGUF tensor type 16; the types read are F32"):
         GGUFFile(path)
 
 

@@ -17,6 +17,7 @@ from dsde.models.batch import BLOCK_SIZE, KVCache, pack
 from dsde.models.config import ModelConfig
 from dsde.models.decoder import Decoder
 from dsde.models.derived import add_noise, round_to_bits, skip_layers
+from dsde.models.linear import Linear
 from dsde.models.weights import build_model, load_hf_folder
 
 TINY: dict[str, Any] = {
@@ -75,9 +76,9 @@ def named_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def own_model(reference: transformers.PreTrainedModel) -> Decoder:
+def own_model(reference: transformers.PreTrainedModel, device: str = "cpu") -> Decoder:
     config = ModelConfig.from_hf(reference.config.to_dict())
-    return build_model(config, named_tensors(reference), torch.float32)
+    return build_model(config, named_tensors(reference), torch.float32, device)
 
 
 class Sequences:
@@ -152,6 +153,17 @@ def test_chunked_prefill_then_ragged_verification(reference: transformers.PreTra
         assert_same(got, [expected[i][starts[i] : starts[i] + step] for i, step in steps.items()])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda(reference: transformers.PreTrainedModel) -> None:
+    tokens = random_tokens(70, 9)
+    sequences = Sequences(own_model(reference, "cuda"), tokens)
+    expected = reference_logits(reference, tokens)
+    sequences.advance({0: 60, 1: 2})
+    got = sequences.advance({0: 4, 1: 7}).cpu()
+    torch.testing.assert_close(got, torch.cat([expected[0][60:64], expected[1][2:]]), atol=1e-2, rtol=1e-2)
+
+
 def test_rejected_tokens_are_overwritten(reference: transformers.PreTrainedModel) -> None:
     right, wrong = random_tokens(50, 50)
     sequences = Sequences(own_model(reference), [right])
@@ -186,6 +198,15 @@ def test_bfloat16_logits_are_float32_and_close(reference: transformers.PreTraine
     expected = reference_logits(reference, tokens)[0]
     assert got.dtype is torch.float32
     assert torch.nn.functional.cosine_similarity(got, expected).mean() > 0.98
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_equals_torch(num_rows: int, dtype: torch.dtype) -> None:
+    weight, bias, x = torch.randn(24, 36).to(dtype), torch.randn(24).to(dtype), torch.randn(num_rows, 36).to(dtype)
+    for offset in (None, bias):
+        got = Linear(weight, offset)(x)
+        torch.testing.assert_close(got, torch.nn.functional.linear(x, weight, offset))
 
 
 def test_skipped_layers_equal_a_model_without_them(llama: transformers.PreTrainedModel) -> None:

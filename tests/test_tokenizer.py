@@ -28,7 +28,7 @@ TEXTS = [
 ]
 
 
-def byte_level_meta(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
+def byte_level_meta(pre: str = "gpt-2", more: dict[str, Any] | None = None) -> dict[str, Any]:
     """GGUF metadata of a vocabulary that knows every byte, a few merges and three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = ["l l", "h e", "he ll", "Ġ Ġ", "Ġ 1", "1 2", "12 3", "123 4"]
@@ -42,12 +42,12 @@ def byte_level_meta(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.ggml.bos_token_id": 1,
-        **more,
+        **(more or {}),
     }
 
 
-def byte_level(pre: str = "gpt-2", **more: Any) -> Tokenizer:
-    return Tokenizer.from_gguf(byte_level_meta(pre, **more), Path("model.gguf"))
+def byte_level(pre: str = "gpt-2", more: dict[str, Any] | None = None) -> Tokenizer:
+    return Tokenizer.from_gguf(byte_level_meta(pre, more), Path("model.gguf"))
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -93,7 +93,7 @@ def test_special_tokens_are_one_id_and_are_skipped_on_request() -> None:
 
 
 def test_bos_is_added_only_where_the_file_asks() -> None:
-    adding = byte_level(**{"tokenizer.ggml.add_bos_token": True})
+    adding = byte_level(more={"tokenizer.ggml.add_bos_token": True})
     assert adding.encode("h")[0] == 1
     assert adding.encode("h", add_special_tokens=False)[0] != 1
     assert byte_level().encode("h")[0] != 1
@@ -109,7 +109,7 @@ def test_padding_is_no_token() -> None:
 
 def test_eos_ids_come_from_every_key() -> None:
     assert byte_level().eos_token_ids == {0}
-    assert byte_level(**{"tokenizer.ggml.eot_token_id": 5}).eos_token_ids == {0, 5}
+    assert byte_level(more={"tokenizer.ggml.eot_token_id": 5}).eos_token_ids == {0, 5}
 
 
 def check_stream(tokenizer: Tokenizer, ids: list[int]) -> None:
@@ -161,7 +161,7 @@ def test_chat_template_sees_what_hugging_face_templates_expect() -> None:
         "{% endgeneration %}\n{% if loop.last %}{% break %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}>{% endif %}{{ strftime_now('%Y')|length }}"
     )
-    tokenizer = byte_level(**{"tokenizer.chat_template": template})
+    tokenizer = byte_level(more={"tokenizer.chat_template": template})
     messages = [{"role": "user", "content": "é <b>"}]
     assert tokenizer.apply_chat_template(messages) == '<|start|>\nuser:"é <b>">4'
     assert ">4" not in tokenizer.apply_chat_template(messages, add_generation_prompt=False)
@@ -172,7 +172,7 @@ def test_chat_template_sees_what_hugging_face_templates_expect() -> None:
     [[], "hi", {"role": "user"}, [1], [{"content": "x"}], [{"role": "user"}], [{"role": "user", "content": 3}]],
 )
 def test_malformed_messages_are_named(messages: Any) -> None:
-    tokenizer = byte_level(**{"tokenizer.chat_template": "{{ messages[0].content }}"})
+    tokenizer = byte_level(more={"tokenizer.chat_template": "{{ messages[0].content }}"})
     with pytest.raises(InvalidInput, match=r"^messages"):
         tokenizer.apply_chat_template(messages)
 
@@ -180,10 +180,10 @@ def test_malformed_messages_are_named(messages: Any) -> None:
 def test_chat_errors_are_sentences() -> None:
     with pytest.raises(InvalidInput, match="no chat template"):
         byte_level().apply_chat_template(USER)
-    picky = byte_level(**{"tokenizer.chat_template": "{{ raise_exception('only system first') }}"})
+    picky = byte_level(more={"tokenizer.chat_template": "{{ raise_exception('only system first') }}"})
     with pytest.raises(InvalidInput, match=r"refuses these messages: only system first\.$"):
         picky.apply_chat_template(USER)
-    broken = byte_level(**{"tokenizer.chat_template": "{% if %}"})
+    broken = byte_level(more={"tokenizer.chat_template": "{% if %}"})
     with pytest.raises(ModelError, match="not valid Jinja"):
         broken.apply_chat_template(USER)
 
@@ -191,7 +191,7 @@ def test_chat_errors_are_sentences() -> None:
 def test_a_template_cannot_leave_its_sandbox() -> None:
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(InvalidInput, match="unsafe"):
-        byte_level(**{"tokenizer.chat_template": escape}).apply_chat_template(USER)
+        byte_level(more={"tokenizer.chat_template": escape}).apply_chat_template(USER)
 
 
 def test_same_as_ignores_padding_and_added_tokens_but_not_ids() -> None:

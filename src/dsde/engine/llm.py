@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -17,7 +19,7 @@ from dsde.engine.config import EngineConfig
 from dsde.engine.engine import Engine
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.speculative_config import SpeculativeConfig
-from dsde.models.loader import LoadedModel, load_draft, load_model
+from dsde.models.loader import load_draft, load_model
 from dsde.models.tokenizer import Tokenizer
 from dsde.policies import Policy, make_policy
 from dsde.sampling import Sampler
@@ -32,8 +34,8 @@ EMBEDDED_DRAFT = "skip:12-15"
 class LLM:
     """A target, a draft and a policy, ready to generate.
 
-    `target` and `draft` are a hub id, a folder or a GGUF file. `draft` may also be "ngram" (prompt lookup), "none", or a
-    draft made from the target: "skip:12-15" (layers left out), "noise:0.1", "round:4". Without a target the embedded
+    `target` and `draft` are a hub id, a folder or a GGUF file. `draft` may also be "ngram" (prompt lookup), "none", or
+    a draft made from the target: "skip:12-15" (layers left out), "noise:0.1", "round:4". Without a target the embedded
     pair is used; a target without a draft does not speculate.
     """
 
@@ -52,15 +54,25 @@ class LLM:
         kv_cache_bytes: int | None = EngineConfig.kv_cache_bytes,
         seed: int = EngineConfig.seed,
     ) -> None:
-        config = EngineConfig(max_num_seqs, max_num_batched_tokens, max_model_len, kv_cache_bytes, seed)
-        wanted = SpeculativeConfig.parse(speculative_config).over(draft, policy)
-        self.policy = make_policy(wanted.policy) if isinstance(wanted.policy, str) else wanted.policy
+        self._config = EngineConfig(max_num_seqs, max_num_batched_tokens, max_model_len, kv_cache_bytes, seed)
+        self._wanted = SpeculativeConfig.parse(speculative_config).over(draft, policy)
+        chosen = make_policy(self._wanted.policy) if isinstance(self._wanted.policy, str) else self._wanted.policy
         where = _device(device)
-        loaded = load_model(target, _dtype(dtype, where), where)
-        self.draft = wanted.draft or (EMBEDDED_DRAFT if target is None else "none")
-        sampler = Sampler()
-        drafter = self._drafter(loaded, wanted, sampler, config)
-        self.engine = Engine(loaded.model, drafter, self.policy, loaded.tokenizer, sampler, config)
+        self._target = load_model(target, _dtype(dtype, where), where, progress=_report)
+        self.draft = self._wanted.draft or (EMBEDDED_DRAFT if target is None else "none")
+        is_model = self.draft not in ("none", "ngram")
+        self._draft_model = load_draft(self.draft, self._target).model if is_model else None
+        self._start(chosen)
+
+    def with_policy(self, policy: str | Policy) -> LLM:
+        """The same weights under another policy, with a KV cache of its own: for comparing policies side by side."""
+        other = copy.copy(self)
+        other._start(make_policy(policy) if isinstance(policy, str) else policy)
+        return other
+
+    @property
+    def target(self) -> str:
+        return self._target.name
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -153,15 +165,25 @@ class LLM:
             if request_id not in done:
                 self.engine.abort(request_id)
 
-    def _drafter(
-        self, target: LoadedModel, wanted: SpeculativeConfig, sampler: Sampler, config: EngineConfig
-    ) -> Drafter | None:
-        if self.draft == "none":
-            return None
+    def _start(self, policy: Policy) -> None:
+        sampler = Sampler()
+        target = self._target
+        self.policy = policy
+        self.engine = Engine(target.model, self._drafter(sampler), policy, target.tokenizer, sampler, self._config)
+
+    def _drafter(self, sampler: Sampler) -> Drafter | None:
+        target = self._target.model
+        if self._draft_model is not None:
+            budget = self._config.max_num_batched_tokens
+            return ModelDrafter(self._draft_model, sampler, target.config.vocab_size, budget)
         if self.draft == "ngram":
-            return NgramDrafter(wanted.prompt_lookup_max, wanted.prompt_lookup_min, target.model.device)
-        model = load_draft(self.draft, target).model
-        return ModelDrafter(model, sampler, target.model.config.vocab_size, config.max_num_batched_tokens)
+            return NgramDrafter(self._wanted.prompt_lookup_max, self._wanted.prompt_lookup_min, target.device)
+        return None
+
+
+def _report(message: str) -> None:
+    """Downloading takes long enough to be worth a line; nothing else is printed by the library."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

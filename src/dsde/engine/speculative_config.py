@@ -12,7 +12,7 @@ from dsde.policies import Policy
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Which draft, which policy. `model` and `num_speculative_tokens` are other words for a draft and a static length."""
+    """Which draft, which policy. `model` and `num_speculative_tokens` are vLLM's words for a draft and a static length."""
 
     draft: str | None = None
     policy: str | Policy = "dsde"
@@ -29,7 +29,7 @@ class SpeculativeConfig:
         if value is None:
             return SpeculativeConfig()
         if not isinstance(value, dict):
-            raise InvalidInput("speculative_config must be an object such as {\"model\": \"ngram\"}.")
+            raise InvalidInput('speculative_config must be an object such as {"model": "ngram"}.')
         return _from_keys(dict(value))
 
     def over(self, draft: str | None, policy: str | Policy) -> SpeculativeConfig:

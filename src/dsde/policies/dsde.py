@@ -21,7 +21,7 @@ from dsde.policies.slots import SlotTable
 LARGEST_KLD = -float(np.log(1e-8))
 """what a KLD of probabilities clamped at 1e-8 can reach"""
 FLAT_VARIANCE = 1e-6
-"""a long window that varies less than this is constant"""
+"""a window that varies less than this is constant"""
 EPSILON = 1e-8
 
 
@@ -200,7 +200,8 @@ class DSDE(Policy):
         num_short = np.maximum(num_long // 3, 1) if preset.short is None else np.minimum(num_long, preset.short)
         short = _weighted_variances(klds, self._window_weights[num_short])
         long = _weighted_variances(klds, self._window_weights[num_long])
-        wvir = np.divide(short, long, out=np.full_like(long, preset.flat_wvir), where=long >= FLAT_VARIANCE)
+        varied = (np.minimum(short, long) if preset.flat_short else long) >= FLAT_VARIANCE
+        wvir = np.divide(short, long, out=np.full_like(long, preset.flat_wvir), where=varied)
         return np.where(num_long < 2, preset.lone_wvir, wvir)
 
 

@@ -38,6 +38,8 @@ class Preset:
     rounding: Rounding
     flat_wvir: float
     """WVIR where the long window is constant"""
+    flat_short: bool
+    """whether that also holds where only the short window is"""
     lone_wvir: float
     """WVIR where fewer than two KLDs are held"""
     initial: int
@@ -71,8 +73,10 @@ PAPER = Preset(
     max=20,
     rounding="nearest",
     # Two windows of a constant are equally stable: the scale factor alone decides, so that a sequence constantly at 0
-    # gets SL_max and one constantly far off gets SL_min. The paper does not say.
+    # gets SL_max and one constantly far off gets SL_min. The paper does not say. The short window too: else ten tokens
+    # of complete disagreement after a varied past (WVIR 0) would be taken for perfect stability.
     flat_wvir=1.0,
+    flat_short=True,
     lone_wvir=1.0,
     initial=4,
 )
@@ -89,6 +93,7 @@ RELEASE = Preset(
     max=20,
     rounding="ceil",
     flat_wvir=20.0,
+    flat_short=False,
     lone_wvir=0.0,
     initial=6,
 )

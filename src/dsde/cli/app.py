@@ -1,0 +1,119 @@
+"""The commands and their options. What they do is in the files beside this one; only those import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsde import __version__
+from dsde.core.params import SamplingParams
+
+app = typer.Typer(
+    name="dsde",
+    help="Speculative decoding that tunes itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_DEFAULTS = SamplingParams()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dsde {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Speculative decoding that tunes itself: every request drafts as many tokens as pay off, at every step.
+
+    The output is exactly what the target model alone would give.
+    """
+
+
+@app.command()
+def demo(
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    num_prompts: Annotated[int, typer.Option(min=1, max=8, help="How many of the eight prompts to use.")] = 8,
+) -> None:
+    """Generate the same text without speculation, with a fixed length and with DSDE, and compare.
+
+    Uses the embedded models; fetches them on first use.
+    """
+    from dsde.cli.demo import run_demo
+
+    run_demo(max_tokens, num_prompts)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The prompt, or "-" to read it from standard input.')],
+    target: Annotated[
+        str | None, typer.Option(help="Hub id, folder or GGUF file. Default: the embedded model.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help='As target; or "ngram", "none", "skip:12-15", "noise:0.1", "round:4".')
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = "dsde",
+    speculative_config: Annotated[
+        str | None, typer.Option(help='vLLM\'s JSON form, e.g. \'{"model": "ngram", "num_speculative_tokens": 4}\'.')
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = _DEFAULTS.top_p,
+    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0: all.")] = _DEFAULTS.top_k,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens less likely than this share of the best.")
+    ] = _DEFAULTS.min_p,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: discourage tokens already seen.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampled text depend on this number alone.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write what every step did, one JSON object a line.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Generate text from a prompt and stream it to the terminal."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or [],
+    )
+    from dsde.cli.generate import ModelChoice, run_generate
+
+    choice = ModelChoice(target, draft, policy, speculative_config, dtype, device)
+    run_generate(prompt, choice, params, raw=raw, trace=trace, as_json=as_json)
+
+
+@app.command()
+def policies() -> None:
+    """List who can choose the speculation length, and whether the output stays exactly the target's."""
+    from dsde.cli.lists import show_policies
+
+    show_policies()
+
+
+@app.command()
+def models() -> None:
+    """Show the embedded models and where they lie."""
+    from dsde.cli.lists import show_models
+
+    show_models()

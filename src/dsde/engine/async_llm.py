@@ -1,0 +1,134 @@
+"""`AsyncLLM`: one engine for many callers at once, for servers.
+
+Steps run on a thread of their own, so that the event loop stays free; callers await chunks. The engine itself is
+touched by that thread alone: requests and aborts reach it through a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dsde.core.errors import DsdeError
+from dsde.core.outputs import RequestOutput, StreamChunk
+from dsde.core.params import SamplingParams
+from dsde.engine.engine import Engine
+
+Event = StreamChunk | RequestOutput | BaseException
+
+
+@dataclass(slots=True)
+class _Caller:
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event]
+
+    def tell(self, event: Event) -> None:
+        with suppress(RuntimeError):  # the caller's event loop has closed: nobody is left to tell
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class EngineStopped(DsdeError):
+    """The engine was shut down, or failed, while a request was under way."""
+
+
+class AsyncLLM:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._callers: dict[str, _Caller] = {}
+        self._numbers = itertools.count()
+        self._gate = threading.Lock()
+        """held to ask for a request and to stop: a request is either seen by the thread or refused"""
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="dsde-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        trace: bool = False,
+    ) -> AsyncIterator[StreamChunk | RequestOutput]:
+        """Chunks as they come, then the finished request. Leaving the loop, or being cancelled, ends the request."""
+        name = request_id or f"async-{next(self._numbers)}"
+        caller = _Caller(asyncio.get_running_loop(), asyncio.Queue())
+        with self._gate:
+            if self._stopped:
+                raise EngineStopped("The engine has been shut down.")
+            self._jobs.put(lambda: self._add(name, prompt, params, trace, caller))
+        done = False
+        try:
+            while not done:
+                event = await caller.events.get()
+                if isinstance(event, BaseException):
+                    done = True
+                    raise event
+                done = isinstance(event, RequestOutput)
+                yield event
+        finally:
+            if not done:
+                self._jobs.put(lambda: self._abort(name, caller))
+
+    def shutdown(self) -> None:
+        """Stop stepping; requests under way end with an error. Returns when the thread has ended."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        reason = EngineStopped("The engine has been shut down.")
+        try:
+            while self._take_jobs():
+                output = self.engine.step()
+                for chunk in output.chunks:
+                    if caller := self._callers.get(chunk.request_id):
+                        caller.tell(chunk)
+                for finished in output.finished:
+                    if caller := self._callers.pop(finished.request_id, None):
+                        caller.tell(finished)
+        except BaseException as error:  # whatever it was, nobody may be left waiting
+            reason = EngineStopped(f"The engine failed: {error}")
+            reason.__cause__ = error
+        with self._gate:
+            self._stopped = True
+        self._end_all(reason)
+
+    def _take_jobs(self) -> bool:
+        """Do what callers asked for, waiting for it while there is nothing else to do; False at shutdown."""
+        while True:
+            try:
+                job = self._jobs.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            job()
+
+    def _add(self, name: str, prompt: str | Seq[int], params: SamplingParams, trace: bool, caller: _Caller) -> None:
+        try:
+            self.engine.add(prompt, params, name, trace)
+        except DsdeError as error:
+            caller.tell(error)
+        else:
+            self._callers[name] = caller
+
+    def _abort(self, name: str, caller: _Caller) -> None:
+        # The name may meanwhile belong to somebody else's request.
+        if self._callers.get(name) is caller:
+            del self._callers[name]
+            self.engine.abort(name)
+
+    def _end_all(self, reason: EngineStopped) -> None:
+        while not self._jobs.empty():
+            if job := self._jobs.get():
+                job()
+        for name, caller in self._callers.items():
+            self.engine.abort(name)
+            caller.tell(reason)
+        self._callers.clear()

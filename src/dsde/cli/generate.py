@@ -44,7 +44,7 @@ def run_generate(
         device=choice.device,
         max_num_seqs=1,
     )
-    chats = not raw and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
+    chats = not raw and llm.tokenizer is not None and llm.tokenizer.can_chat
     start = llm.chat_prompt([{"role": "user", "content": text}]) if chats else text
     output = _stream(llm, start, params, trace is not None, show=not as_json)
     if trace is not None:

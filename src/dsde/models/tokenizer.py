@@ -93,6 +93,10 @@ class Tokenizer:
         piece = self._backend.id_to_token(token_id)
         return piece is not None and _BYTE_TOKEN.fullmatch(piece) is not None
 
+    @property
+    def can_chat(self) -> bool:
+        return self._chat_template is not None
+
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """The conversation as text; special tokens are in it, so encode it with add_special_tokens=False."""
         return self._template.render(messages, add_generation_prompt)

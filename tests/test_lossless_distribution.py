@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tiny import DEVICE, make_engine, run, tiny_model
 
 from dsde import SamplingParams
 from dsde.models.batch import pack
 from dsde.models.decoder import Decoder
 from dsde.policies import BatchView, Plan, Policy
+from tiny import DEVICE, make_engine, run, tiny_model
 
 VOCAB = 6
 LENGTH = 4
 TARGET = tiny_model(VOCAB, seed=3)
 DRAFTS = {"close": tiny_model(VOCAB, seed=3, noise=0.3), "far": tiny_model(VOCAB, seed=8, layers=1), "ngram": "ngram"}
 PROMPT = [1, 4, 1, 4, 2, 1, 4]
-NUM_REQUESTS = 3000
+NUM_REQUESTS = 2500
 
 
 class Changing(Policy):
@@ -149,16 +149,28 @@ PARAMS = {
         "min_tokens": 3,
     },
 }
-SETUPS = [("static:3", "close"), ("static:3", "far"), ("dsde", "close"), ("static:3", "ngram"), ("dsde", "ngram")]
+SETUPS = [("static:3", "close"), ("dsde", "close"), ("static:3", "ngram")]
+OTHER_SETUPS = [("static:3", "far"), ("dsde:release", "far"), ("dsde", "ngram")]
 
 TOO_UNLIKELY = 1e-4
-"""With about 130 comparisons a sound engine falls below this once in 80 runs of other seeds; these seeds are fixed."""
+"""With about 90 comparisons a sound engine falls below this once in 110 runs of other seeds; these seeds are fixed."""
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["free", "seeded"])
 @pytest.mark.parametrize(("policy", "draft"), SETUPS, ids=[f"{p}-{d}" for p, d in SETUPS])
 @pytest.mark.parametrize("name", PARAMS)
 def test_distribution(name: str, policy: str, draft: str, seeded: bool) -> None:
+    check_distribution(name, policy, draft, seeded)
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["free", "seeded"])
+@pytest.mark.parametrize(("policy", "draft"), OTHER_SETUPS, ids=[f"{p}-{d}" for p, d in OTHER_SETUPS])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_distribution_of_other_setups(name: str, policy: str, draft: str, seeded: bool) -> None:
+    check_distribution(name, policy, draft, seeded)
+
+
+def check_distribution(name: str, policy: str, draft: str, seeded: bool) -> None:
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **PARAMS[name])
     counts = sample_outputs(DRAFTS[draft], policy, params, seeded, NUM_REQUESTS)
     assert p_value(enumerate_outputs(params), counts) > TOO_UNLIKELY

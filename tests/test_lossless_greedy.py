@@ -7,10 +7,10 @@ import random
 from typing import Any
 
 import pytest
-from tiny import make_engine, run, tiny_model
 
 from dsde import RequestOutput, SamplingParams
 from dsde.engine.engine import Engine
+from tiny import make_engine, run, tiny_model
 
 VOCAB = 64
 TARGET = tiny_model(VOCAB, seed=7)

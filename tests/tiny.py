@@ -1,4 +1,4 @@
-"""Tiny random models with spread-out logits, and engines over them: real parts, small enough for thousands of requests."""
+"""Tiny random models with spread-out logits, and engines over them: real, and quick enough for many requests."""
 
 from __future__ import annotations
 
@@ -76,9 +76,7 @@ def tiny_model(
     return build_model(config, tensors, torch.float32, DEVICE)
 
 
-def make_engine(
-    target: Decoder, draft: Decoder | str | None, policy: str | Policy = "off", **settings: Any
-) -> Engine:
+def make_engine(target: Decoder, draft: Decoder | str | None, policy: str | Policy = "off", **settings: Any) -> Engine:
     settings.setdefault("kv_cache_bytes", 16 << 20)
     config = EngineConfig(**settings)
     sampler = Sampler()

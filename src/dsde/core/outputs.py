@@ -78,8 +78,8 @@ class RequestMetrics:
 
     @property
     def acceptance_length(self) -> float:
-        """emitted per step, the bonus token included"""
-        return self.num_emitted_tokens / self.num_steps if self.num_steps else 0.0
+        """tokens emitted by a step that had drafted something, the bonus token included"""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
 @dataclass(slots=True)

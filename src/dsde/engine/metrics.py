@@ -40,7 +40,13 @@ class EngineMetrics:
 
     @property
     def acceptance_rate(self) -> float:
+        """accepted / drafted"""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """tokens emitted by a step that had drafted something, the bonus token included"""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
 def count_positions(totals: list[int], length: int) -> None:

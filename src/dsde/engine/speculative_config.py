@@ -12,7 +12,7 @@ from dsde.policies import Policy
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Which draft, which policy. `model` and `num_speculative_tokens` are vLLM's words for a draft and a static length."""
+    """Which draft, which policy. `model` and `num_speculative_tokens` are vLLM's words for draft and static length."""
 
     draft: str | None = None
     policy: str | Policy = "dsde"

@@ -70,13 +70,10 @@ def _edit(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _probabilities(logits: torch.Tensor, rows: Rows, sampled: IntArray) -> torch.Tensor:
-    owners = rows.owners[sampled]
+    params = [rows.sequences[owner].params for owner in rows.owners[sampled]]
     device = logits.device
-
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        values = [getattr(s.params, name) for s in rows.sequences]
-        return torch.tensor(values, dtype=dtype, device=device)[torch.from_numpy(owners).to(device)]
-
     chosen = logits if len(sampled) == len(logits) else logits[torch.from_numpy(sampled).to(device)]
-    probs = torch.softmax(chosen / column("temperature", torch.float32).unsqueeze(-1), -1)
-    return truncate(probs, column("min_p", torch.float32), column("top_k", torch.int64), column("top_p", torch.float32))
+    temperatures = torch.tensor([p.temperature for p in params], device=device).unsqueeze(-1)
+    probs = torch.softmax(chosen / temperatures, -1)
+    truncate(probs, [p.min_p for p in params], [p.top_k for p in params], [p.top_p for p in params])
+    return probs

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dsde.core.rng import Purpose, exponentials, uniforms
+from dsde.core.rng import Purpose, random_bits, uniforms
 from dsde.core.sequence import Sequence
 from dsde.sampling.distribution import Distributions, IntArray, Rows
 
@@ -53,8 +53,7 @@ class Sampler:
         key = (sequence.stream, sequence.num_output_tokens + depth)
         noise = self._noise.get(key)
         if noise is None:
-            noise = torch.from_numpy(exponentials(*key, like.shape[-1])).to(like.device)
-            self._noise[key] = noise
+            noise = self._noise[key] = exponentials(*key, like.shape[-1]).to(like.device)
         return noise
 
 
@@ -66,11 +65,38 @@ def keyed_uniforms(sequences: list[Sequence], owners: IntArray, depths: IntArray
     return torch.from_numpy(uniforms(streams, steps, depths, purpose))
 
 
+def exponentials(stream: int, position: int, size: int) -> torch.Tensor:
+    """`size` standard exponentials for one position of one stream, all positive and finite."""
+    words = torch.from_numpy(random_bits(stream, position, size).astype(np.float32))
+    # -log(1 - u): the race is decided by the smallest values, and those come out finest this way round.
+    return words.mul_(-(2.0**-32)).log1p_().neg_().clamp_(min=2.0**-33, max=32.0)
+
+
+_PIECE = 256
+
+
 def invert(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Draw from each row of non-negative weights (any positive sum) by inverting its cumulative sum at u."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    goal = u.to(weights.device).unsqueeze(-1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, goal, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+    """Draw from each row of non-negative weights (any positive sum) by inverting its cumulative sum at u.
+
+    In two levels, first which piece of the row, then where in it: running sums over a vocabulary are slow.
+    """
+    padding = -weights.shape[-1] % _PIECE
+    padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
+    pieces = padded.view(len(weights), -1, _PIECE)
+    sums = pieces.sum(-1, dtype=torch.float64).cumsum(-1)
+    goal = u.to(weights.device) * sums[:, -1]
+    piece = _first_above(sums, goal)
+    before = torch.nn.functional.pad(sums, (1, 0)).gather(-1, piece.unsqueeze(-1)).squeeze(-1)
+    rows = torch.arange(len(weights), device=weights.device)
+    within = pieces[rows, piece].cumsum(-1, dtype=torch.float64)
+    return piece * _PIECE + _first_above(within, goal - before)
+
+
+def _first_above(cumulative: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """The first place of each row whose running sum exceeds the goal: never one of weight 0, however sums round."""
+    below_all = torch.nextafter(cumulative[:, -1], torch.zeros_like(goal))
+    goal = torch.minimum(goal, below_all).clamp_(min=0.0).unsqueeze(-1)
+    return torch.searchsorted(cumulative, goal, right=True).squeeze(-1).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _select(probs: torch.Tensor, index: IntArray) -> torch.Tensor:

@@ -6,53 +6,50 @@ or on which other rows were in the call. Knows nothing of requests.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-_NUCLEUS_FIRST_TRY = 256
-
-
-def truncate(probs: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Drop unlikely tokens and normalise again. One setting per row; 0, 0 (or less) and 1 keep everything."""
-    if bool((min_p > 0).any()):
-        floor = min_p * probs.amax(-1)
-        probs = _drop_below(probs, floor)
-    if bool((top_k > 0).any()):
-        probs = _drop_below(probs, _kth_largest(probs, top_k))
-    if bool((top_p < 1).any()):
-        probs = _drop_below(probs, _nucleus_edge(probs, top_p))
-    return probs
+_FIRST_FLOOR = 1e-4
+"""Few tokens are likelier than this, and nearly always they are enough to find the edge among."""
+_SUM_ERROR = 1e-4
+"""More than float32 can lose when it adds up a vocabulary."""
 
 
-def _drop_below(probs: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    kept = torch.where(probs >= floor.unsqueeze(-1), probs, 0.0)
-    # A row whose floor dropped nothing keeps its exact values: rows must not change because a neighbour is truncated.
-    changed = (kept != probs).any(-1, keepdim=True)
-    return torch.where(changed, kept / kept.sum(-1, keepdim=True), probs)
-
-
-def _kth_largest(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """The k-th largest value of each row; 0 where all tokens are kept."""
+def truncate(probs: torch.Tensor, min_p: list[float], top_k: list[int], top_p: list[float]) -> None:
+    """Drop unlikely tokens in place and normalise again. One setting per row; 0, 0 (or less) and 1 keep everything."""
     vocab = probs.shape[-1]
-    limited = (top_k > 0) & (top_k < vocab)
-    if not bool(limited.any()):
-        return torch.zeros_like(probs[:, 0])
-    k = torch.where(limited, top_k, 1)
-    largest = probs.topk(int(k.max()), dim=-1).values
-    return torch.where(limited, largest.gather(-1, (k - 1).unsqueeze(-1)).squeeze(-1), 0.0)
+    for row, share, count, mass in zip(probs, min_p, top_k, top_p, strict=True):
+        count = count if 0 < count < vocab else vocab
+        if share > 0 or count < vocab or mass < 1:
+            row.masked_fill_(row < _edge(row.cpu().numpy(), share, count, mass), 0.0)
+            row /= row.sum()
 
 
-def _nucleus_edge(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest probability inside the nucleus; 0 where all tokens are kept."""
-    edge = torch.zeros_like(probs[:, 0])
-    rows = torch.nonzero(top_p < 1).squeeze(-1)
-    size = min(_NUCLEUS_FIRST_TRY, probs.shape[-1])
-    while len(rows):
-        # Sorting a whole vocabulary is the dearest step of sampling, and the nucleus is nearly always small.
-        largest = probs[rows].topk(size, dim=-1).values
-        mass = largest.cumsum(-1, dtype=torch.float64)
-        inside = (mass < top_p[rows].unsqueeze(-1)).sum(-1)
-        found = (inside < size) if size < probs.shape[-1] else torch.ones_like(inside, dtype=torch.bool)
-        index = inside.clamp(max=size - 1)
-        edge[rows[found]] = largest.gather(-1, index.unsqueeze(-1)).squeeze(-1)[found]
-        rows, size = rows[~found], probs.shape[-1]
-    return edge
+def _edge(row: NDArray[np.float32], min_p: float, top_k: int, top_p: float) -> float:
+    """The smallest probability that is kept."""
+    head, whole = _likeliest(row, min_p, top_k, top_p)
+    if top_p == 1:
+        return float(head[-1])
+    inside = int(np.searchsorted(np.cumsum(head, dtype=np.float64), top_p * whole))
+    return float(head[min(inside, len(head) - 1)])
+
+
+def _likeliest(row: NDArray[np.float32], min_p: float, top_k: int, top_p: float) -> tuple[NDArray[np.float32], float]:
+    """What min_p and top_k leave, in descending order, and its mass; without them as much as top_p can need, and 1.
+
+    Sorting a vocabulary is the dearest step of sampling, so only tokens above a floor are looked at, and the floor is
+    lowered until they are enough.
+    """
+    floor = _FIRST_FLOOR
+    while True:
+        head = np.sort(row[row > floor])[::-1]
+        everything = floor < 0
+        if min_p == 0 and top_k == len(row):
+            if everything or head.sum() > top_p + _SUM_ERROR:
+                return head, 1.0
+        elif everything or (len(head) and (top_k <= len(head) or min_p * head[0] > floor)):
+            edge = max(min_p * head[0], head[min(top_k, len(head)) - 1])
+            kept = head[head >= edge]
+            return kept, float(kept.sum(dtype=np.float64))
+        floor = floor * 1e-3 if floor > 1e-10 else -1.0

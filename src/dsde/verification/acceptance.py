@@ -82,7 +82,12 @@ class _ProbRows:
         self.place[dist.sampled] = np.arange(len(dist.sampled))
 
     def at(self, rows: IntArray) -> torch.Tensor:
+        """[rows, vocab] probabilities"""
         return self.probs[torch.from_numpy(self.place[rows]).to(self.probs.device)]
+
+    def of(self, rows: IntArray, tokens: torch.Tensor) -> torch.Tensor:
+        """[rows] probability of one token each"""
+        return self.probs[torch.from_numpy(self.place[rows]).to(self.probs.device), tokens]
 
 
 def _target_tokens(dist: Distributions, rows: Rows, by_ratio: NDArray[np.bool_], sampler: Sampler) -> torch.Tensor:
@@ -119,18 +124,21 @@ def _test_ratios(
         owners = step.owners[by_ratio[step.owners]]
         if len(owners) == 0:
             continue
-        tokens = proposals.tokens[owners, depth].unsqueeze(-1)
-        p = probs.at(starts[owners] + depth).gather(-1, tokens).squeeze(-1)
-        q = _draft_probs(step, owners).gather(-1, tokens).squeeze(-1)
+        tokens = proposals.tokens[owners, depth]
+        p = probs.of(starts[owners] + depth, tokens)
+        q = _draft_rows(step).of(_ranks(step, owners), tokens)
         u = keyed_uniforms(sequences, owners, np.full(len(owners), depth), Purpose.ACCEPT).to(p.device)
         accepts[owners, depth] = u * q < p
 
 
-def _draft_probs(step: DraftStep, owners: IntArray) -> torch.Tensor:
-    """[owners, vocab] what these sequences drew from at this step."""
-    ranks = {int(owner): rank for rank, owner in enumerate(step.owners)}
-    places = {int(row): place for place, row in enumerate(step.dist.sampled)}
-    return step.dist.probs[[places[ranks[int(owner)]] for owner in owners]]
+def _draft_rows(step: DraftStep) -> _ProbRows:
+    return _ProbRows(step.dist, len(step.owners))
+
+
+def _ranks(step: DraftStep, owners: IntArray) -> IntArray:
+    """Rows of a draft step that belong to these sequences, all of which took part in it."""
+    order = np.argsort(step.owners)
+    return order[np.searchsorted(step.owners, owners, sorter=order)]
 
 
 def _emit_residual(
@@ -145,7 +153,8 @@ def _emit_residual(
     weights = probs.at(starts[chosen] + counts[chosen]).clone()
     for row, owner in enumerate(chosen):
         if counts[owner] < proposals.lengths[owner]:
-            q = _draft_probs(proposals.steps[counts[owner]], np.array([owner]))[0]
+            step = proposals.steps[counts[owner]]
+            q = _draft_rows(step).at(_ranks(step, np.array([owner])))[0]
             residual = (weights[row] - q).clamp_(min=0.0)
             # Rounding can leave nothing of p - q where p and q are equal; p is then right by continuity.
             weights[row] = torch.where(residual.sum() > 0, residual, weights[row])

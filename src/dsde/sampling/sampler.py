@@ -89,7 +89,8 @@ def invert(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     before = torch.nn.functional.pad(sums, (1, 0)).gather(-1, piece.unsqueeze(-1)).squeeze(-1)
     rows = torch.arange(len(weights), device=weights.device)
     within = pieces[rows, piece].cumsum(-1, dtype=torch.float64)
-    return piece * _PIECE + _first_above(within, goal - before)
+    drawn = piece * _PIECE + _first_above(within, goal - before)
+    return drawn.clamp_(max=weights.shape[-1] - 1)  # only weights that are no numbers lead into the padding
 
 
 def _first_above(cumulative: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:

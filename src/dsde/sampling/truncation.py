@@ -52,4 +52,4 @@ def _likeliest(row: NDArray[np.float32], min_p: float, top_k: int, top_p: float)
             edge = max(min_p * head[0], head[min(top_k, len(head)) - 1])
             kept = head[head >= edge]
             return kept, float(kept.sum(dtype=np.float64))
-        floor = floor * 1e-3 if floor > 1e-10 else -1.0
+        floor = floor * 0.1 if floor > 1e-9 else -1.0

@@ -1,0 +1,107 @@
+"""Many callers, one engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from dsde import InvalidInput, RequestOutput, SamplingParams, StreamChunk
+from dsde.engine.async_llm import AsyncLLM, EngineStopped
+from tiny import complete, make_engine, tiny_model
+
+TARGET = tiny_model(seed=7)
+DRAFT = tiny_model(seed=7, noise=0.15)
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+LONG = SamplingParams(temperature=0, max_tokens=400)
+
+
+@pytest.fixture
+def llm() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(make_engine(TARGET, DRAFT, "dsde"))
+    yield llm
+    llm.shutdown()
+
+
+async def collect(stream: AsyncIterator[StreamChunk | RequestOutput]) -> tuple[list[int], RequestOutput]:
+    tokens: list[int] = []
+    async for event in stream:
+        if isinstance(event, RequestOutput):
+            return tokens, event
+        tokens += event.token_ids
+    raise AssertionError("the stream ended without a finished request")
+
+
+def test_callers_at_once_get_what_they_would_get_alone(llm: AsyncLLM) -> None:
+    prompts = [[i, i + 1, i + 2] for i in range(12)]
+
+    async def everybody() -> list[tuple[list[int], RequestOutput]]:
+        return await asyncio.gather(*(collect(llm.generate(prompt, GREEDY)) for prompt in prompts))
+
+    alone = complete(make_engine(TARGET, None), prompts, GREEDY)
+    for (streamed, output), expected in zip(asyncio.run(everybody()), alone, strict=True):
+        assert streamed == output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
+    async def both() -> RequestOutput:
+        good = asyncio.create_task(collect(llm.generate([1], GREEDY)))
+        with pytest.raises(InvalidInput, match="empty"):
+            await collect(llm.generate([], GREEDY))
+        return (await good)[1]
+
+    assert asyncio.run(both()).finished
+
+
+def test_leaving_early_ends_the_request(llm: AsyncLLM) -> None:
+    async def leave() -> None:
+        stream = llm.generate([1, 2, 3], LONG)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        await collect(llm.generate([4], GREEDY))
+
+    asyncio.run(leave())
+    assert llm.engine.metrics.num_aborted == 1
+    assert not llm.engine.requests
+
+
+def test_cancellation_ends_the_request(llm: AsyncLLM) -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(collect(llm.generate([1, 2, 3], LONG)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await collect(llm.generate([4], GREEDY))
+
+    asyncio.run(cancel())
+    assert not llm.engine.requests
+
+
+def test_shutdown_tells_those_who_wait() -> None:
+    llm = AsyncLLM(make_engine(TARGET, None, "off"))
+
+    async def wait() -> None:
+        task = asyncio.create_task(collect(llm.generate([1], LONG)))
+        await asyncio.sleep(0.02)
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineStopped):
+            await task
+        with pytest.raises(EngineStopped):
+            await collect(llm.generate([1], GREEDY))
+
+    asyncio.run(wait())
+
+
+def test_a_failing_engine_tells_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = AsyncLLM(make_engine(TARGET, None, "off"))
+
+    def fail() -> None:
+        raise MemoryError("no memory left")
+
+    monkeypatch.setattr(llm.engine, "step", fail)
+    with pytest.raises(EngineStopped, match="no memory left"):
+        asyncio.run(collect(llm.generate([1], GREEDY)))
+    llm.shutdown()

@@ -1,0 +1,372 @@
+"""The engine's own behaviour: memory, pauses, sharing, refusals, streams. Tiny random models, everything else is real."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from dsde import InvalidInput, RequestOutput, SamplingParams
+from dsde.engine.engine import Engine
+from dsde.models.batch import BLOCK_SIZE
+from dsde.policies import BatchView, Outcome, Plan, Policy
+from tiny import complete, make_engine, run, tiny_model
+
+VOCAB = 64
+TARGET = tiny_model(VOCAB, seed=7)
+DRAFT = tiny_model(VOCAB, seed=7, noise=0.15)
+BLOCK_BYTES = (TARGET.config.kv_bytes_per_token(torch.float32) + DRAFT.config.kv_bytes_per_token(torch.float32)) * 16
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+def random_prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(low, high))] for _ in range(count)]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def alone(prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [tokens_of(complete(make_engine(TARGET, None), [prompt], params))[0] for prompt in prompts]
+
+
+def check_nothing_is_held(engine: Engine) -> None:
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert not engine.requests
+
+
+# Memory
+
+
+@pytest.mark.parametrize("policy", ["off", "static:5", "dsde"])
+def test_sixty_four_requests_with_memory_for_four(policy: str) -> None:
+    prompts = random_prompts(64, 10, 40)
+    blocks = 4 * -(-(40 + 24) // BLOCK_SIZE)
+    engine = make_engine(TARGET, DRAFT, policy, kv_cache_bytes=blocks * BLOCK_BYTES)
+    assert engine.scheduler.pool.num_blocks == blocks
+    assert tokens_of(complete(engine, prompts, GREEDY)) == alone(prompts, GREEDY)
+    assert engine.metrics.num_preemptions > 0
+    check_nothing_is_held(engine)
+
+
+def test_preemption_keeps_sampled_text_too() -> None:
+    params = SamplingParams(temperature=1, seed=5, max_tokens=30)
+    prompts = random_prompts(12, 10, 30)
+    engine = make_engine(TARGET, DRAFT, "dsde", kv_cache_bytes=9 * BLOCK_BYTES)
+    assert tokens_of(complete(engine, prompts, params)) == alone(prompts, params)
+    assert engine.metrics.num_preemptions > 0
+
+
+def test_short_memory_trims_lengths_and_counts_it() -> None:
+    prompts = [*random_prompts(1, 30, 31), *random_prompts(1, 10, 11)]
+    engine = make_engine(TARGET, DRAFT, "static:12", kv_cache_bytes=4 * BLOCK_BYTES)
+    for prompt in prompts:
+        engine.add(prompt, GREEDY, trace=True)
+    engine.step()
+    engine.step()
+    # The first took the last free block for its look-ahead, the second makes do with what it has.
+    traces = [request.metrics.trace or [] for request in engine.requests.values()]
+    assert [(trace[0].planned, trace[0].drafted) for trace in traces] == [(12, 12), (12, 5)]
+    assert engine.metrics.num_trimmed == 1
+    done = run(engine)
+    assert tokens_of([done[name] for name in sorted(done)]) == alone(prompts, GREEDY)
+    check_nothing_is_held(engine)
+
+
+def test_look_ahead_is_reserved_for_the_chosen_length_only() -> None:
+    prompt = random_prompts(1, 15, 16)[0]
+    held = {}
+    for policy in ("static:1", "static:18"):
+        engine = make_engine(TARGET, DRAFT, policy)
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=40))
+        engine.step()
+        before = engine.scheduler.pool.num_free
+        plan = engine.planner.plan(engine.scheduler.schedule().decodes)
+        held[policy] = before - engine.scheduler.pool.num_free
+        assert plan.lengths.tolist() == [int(policy.partition(":")[2])]
+    assert held == {"static:1": 1, "static:18": 2}
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    engine = make_engine(TARGET, DRAFT, "off", kv_cache_bytes=4 * BLOCK_BYTES, max_model_len=200)
+    with pytest.raises(InvalidInput, match=r"may grow to 70 tokens, but the KV cache holds 64"):
+        engine.add([1] * 20, SamplingParams(max_tokens=50))
+    with pytest.raises(InvalidInput, match=r"The prompt has 200 tokens.*max_model_len"):
+        engine.add([1] * 200, GREEDY)
+    assert not engine.has_work
+    complete(engine, [[1] * 20], SamplingParams(max_tokens=44))
+
+
+def test_a_budget_below_one_block_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"kv_cache_bytes must be at least"):
+        make_engine(TARGET, DRAFT, "off", kv_cache_bytes=100)
+
+
+def test_target_and_draft_share_one_budget() -> None:
+    with_draft = make_engine(TARGET, DRAFT, "off", kv_cache_bytes=100 * BLOCK_BYTES)
+    without = make_engine(TARGET, None, "off", kv_cache_bytes=100 * BLOCK_BYTES)
+    assert with_draft.scheduler.pool.num_blocks == 100
+    assert without.scheduler.pool.num_blocks == 200
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("budget", [8, 16, 37, 512])
+def test_chunked_prefill_changes_nothing(budget: int) -> None:
+    prompts = random_prompts(6, 30, 150)
+    engine = make_engine(TARGET, DRAFT, "static:3", max_num_batched_tokens=budget)
+    assert tokens_of(complete(engine, prompts, GREEDY)) == alone(prompts, GREEDY)
+
+
+def test_prefix_cache_is_used_and_changes_nothing() -> None:
+    common = random_prompts(1, 100, 101)[0]
+    prompts = [common + tail for tail in random_prompts(5, 3, 20, seed=1)]
+    engine = make_engine(TARGET, DRAFT, "static:3")
+    first = complete(engine, prompts[:1], GREEDY)
+    later = complete(engine, prompts[1:], GREEDY)
+    assert tokens_of(first + later) == alone(prompts, GREEDY)
+    for output in later:
+        assert output.metrics.num_cached_prompt_tokens == 96
+        # The draft's half of the blocks is shared as well: it has only the tail to read.
+        assert output.metrics.num_catch_up_tokens < 40
+
+
+def test_prompts_that_arrive_together_are_shared_in_the_same_step() -> None:
+    prompt = random_prompts(1, 64, 65)[0]
+    engine = make_engine(TARGET, None, "off")
+    outputs = complete(engine, [prompt] * 3, GREEDY)
+    assert [output.metrics.num_cached_prompt_tokens for output in outputs] == [0, 48, 48]
+    assert tokens_of(outputs) == alone([prompt] * 3, GREEDY)
+
+
+def test_draft_half_of_a_shared_block_is_read_where_it_is_missing() -> None:
+    prompt = random_prompts(1, 64, 65)[0]
+    engine = make_engine(TARGET, DRAFT, "static:3")
+    complete(engine, [prompt], SamplingParams(temperature=0, max_tokens=4, speculation="off"))
+    output = complete(engine, [prompt], GREEDY)[0]
+    assert output.metrics.num_cached_prompt_tokens == 48
+    assert output.metrics.num_catch_up_tokens >= 64
+    fresh = complete(make_engine(TARGET, DRAFT, "static:3"), [prompt], GREEDY)[0]
+    assert output.metrics.num_accepted_tokens == fresh.metrics.num_accepted_tokens
+
+
+def test_backlog_larger_than_one_pass() -> None:
+    prompts = random_prompts(3, 150, 200)
+    engine = make_engine(TARGET, DRAFT, "static:3", max_num_batched_tokens=32)
+    small = complete(engine, prompts, GREEDY)
+    large = complete(make_engine(TARGET, DRAFT, "static:3"), prompts, GREEDY)
+    assert tokens_of(small) == tokens_of(large)
+    assert [o.metrics.num_accepted_tokens for o in small] == [o.metrics.num_accepted_tokens for o in large]
+
+
+# Pauses
+
+
+class PauseThenDraft(Policy):
+    """Length 0 for a while, then 4."""
+
+    def __init__(self, num_paused_steps: int) -> None:
+        self.num_paused_steps = num_paused_steps
+        self.num_steps = 0
+
+    def plan(self, batch: BatchView) -> Plan:
+        length = 0 if self.num_steps < self.num_paused_steps else 4
+        lengths = np.minimum(length, batch.rooms)
+        return Plan(lengths, lengths.astype(float), np.ones(len(lengths), dtype=bool))
+
+    def observe(self, outcome: Outcome) -> None:
+        self.num_steps += 1
+
+
+def test_acceptance_after_a_pause_equals_acceptance_without_it() -> None:
+    prompts = random_prompts(5, 5, 40)
+    num_paused, rest = 50, 60
+    for prompt in prompts:
+        paused = make_engine(TARGET, DRAFT, PauseThenDraft(num_paused))
+        params = SamplingParams(temperature=0, max_tokens=1 + num_paused + rest)
+        paused.add(prompt, params, "paused", trace=True)
+        after = run(paused)["paused"]
+        trace = [record for record in after.metrics.trace or [] if record.planned]
+
+        # The same text, but the draft has read all of it in one go.
+        start = prompt + after.outputs[0].token_ids[:num_paused]
+        engine = make_engine(TARGET, DRAFT, "static:4")
+        engine.add(start, SamplingParams(temperature=0, max_tokens=1 + rest), "fresh", trace=True)
+        fresh = [record for record in run(engine)["fresh"].metrics.trace or [] if record.planned]
+
+        assert [(r.drafted, r.accepted) for r in trace] == [(r.drafted, r.accepted) for r in fresh]
+        for a, b in zip(trace, fresh, strict=True):
+            np.testing.assert_allclose(a.klds, b.klds, atol=1e-4)
+        assert sum(r.accepted for r in trace) > 0
+
+
+def test_a_pause_of_one_request_leaves_others_alone() -> None:
+    prompts = random_prompts(2, 20, 21)
+    engine = make_engine(TARGET, DRAFT, "static:4")
+    on = engine.add(prompts[0], GREEDY)
+    off = engine.add(prompts[1], SamplingParams(temperature=0, max_tokens=24, speculation="off"))
+    fixed = engine.add(prompts[1], SamplingParams(temperature=0, max_tokens=24, speculation=2))
+    done = run(engine)
+    assert done[off].metrics.num_draft_tokens == 0
+    assert done[on].metrics.num_draft_tokens > 0
+    assert done[fixed].outputs[0].token_ids == done[off].outputs[0].token_ids
+    drafts = done[fixed].metrics.num_drafts
+    assert drafts * 2 - 2 <= done[fixed].metrics.num_draft_tokens <= drafts * 2
+
+
+# Fairness and endings
+
+
+def test_first_come_first_served() -> None:
+    engine = make_engine(TARGET, None, "off", max_num_seqs=2)
+    ids = [engine.add([i + 1], SamplingParams(temperature=0, max_tokens=5)) for i in range(6)]
+    order = []
+    while engine.has_work:
+        order += [output.request_id for output in engine.step().finished]
+    assert order == ids
+
+
+def test_a_long_prompt_does_not_stop_those_who_decode() -> None:
+    engine = make_engine(TARGET, None, "off", max_num_batched_tokens=16)
+    engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=40), "short")
+    engine.step()
+    engine.add([5] * 200, SamplingParams(temperature=0, max_tokens=2), "long")
+    for _ in range(10):
+        assert "short" in [chunk.request_id for chunk in engine.step().chunks]
+
+
+def test_finish_reasons() -> None:
+    reference = alone([[3, 1, 4]], GREEDY)[0]
+    stop = reference[9]
+    first = reference.index(stop)
+    engine = make_engine(TARGET, DRAFT, "static:6")
+    params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[stop])
+    output = complete(engine, [[3, 1, 4]], params)[0].outputs[0]
+    assert output.token_ids == reference[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    full = complete(engine, [[3, 1, 4]], GREEDY)[0].outputs[0]
+    assert (full.finish_reason, full.stop_reason) == ("length", None)
+    assert len(full.token_ids) == 24
+
+
+def test_context_limit_ends_a_request() -> None:
+    engine = make_engine(TARGET, DRAFT, "static:8", max_model_len=40)
+    output = complete(engine, [[1] * 30], SamplingParams(temperature=0, max_tokens=None))[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (10, "length")
+
+
+def test_abort() -> None:
+    engine = make_engine(TARGET, DRAFT, "dsde", max_num_seqs=1)
+    running, waiting = engine.add([1, 2], GREEDY), engine.add([3], GREEDY)
+    engine.step()
+    engine.step()
+    aborted = engine.abort(running)
+    assert aborted is not None
+    assert aborted.outputs[0].finish_reason == "abort"
+    assert aborted.outputs[0].token_ids
+    assert engine.abort(waiting) is not None
+    assert engine.abort("nobody") is None
+    assert not engine.has_work
+    check_nothing_is_held(engine)
+
+
+def test_a_name_in_use_is_refused() -> None:
+    engine = make_engine(TARGET, None, "off")
+    engine.add([1], GREEDY, "twice")
+    with pytest.raises(InvalidInput, match="twice"):
+        engine.add([1], GREEDY, "twice")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "empty"),
+        ([1, VOCAB], {}, f"from 0 to {VOCAB - 1}, got {VOCAB}"),
+        ([1, -1], {}, "got -1"),
+        (["a"], {}, "got 'a'"),
+        ("text", {}, "no tokenizer"),
+        ([1], {"stop": "x"}, "stop strings need a tokenizer"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias names token 64"),
+        ([1], {"stop_token_ids": [99]}, "stop_token_ids names token 99"),
+        ([1], {"logprobs": VOCAB + 1}, "logprobs must be at most 64"),
+    ],
+)
+def test_bad_requests_get_one_sentence(prompt: list[int], params: dict[str, object], message: str) -> None:
+    engine = make_engine(TARGET, None, "off")
+    with pytest.raises(InvalidInput, match=message):
+        engine.add(prompt, SamplingParams(**params))  # type: ignore[arg-type]
+    assert not engine.has_work
+
+
+# Reports
+
+
+def test_counts_agree_with_each_other() -> None:
+    engine = make_engine(TARGET, DRAFT, "dsde")
+    outputs = complete(engine, random_prompts(10, 5, 40), SamplingParams(temperature=0, max_tokens=60))
+    total = engine.metrics
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_catch_up_tokens"):
+        assert getattr(total, name) == sum(getattr(output.metrics, name) for output in outputs)
+    assert sum(total.num_accepted_tokens_per_pos) == total.num_accepted_tokens
+    assert sum(total.num_draft_tokens_per_pos) == total.num_draft_tokens
+    assert total.num_emitted_tokens == 600
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.num_emitted_tokens == 60 == metrics.num_steps + metrics.num_accepted_tokens
+        assert 0 < metrics.first_token_s < metrics.total_s
+
+
+def test_trace_tells_every_step() -> None:
+    engine = make_engine(TARGET, DRAFT, "dsde")
+    engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=80), "traced", trace=True)
+    engine.add([4, 5], SamplingParams(temperature=0, max_tokens=80), "other")
+    done = run(engine)
+    assert done["other"].metrics.trace is None
+    trace = done["traced"].metrics.trace
+    assert trace is not None
+    assert sum(record.accepted for record in trace) == done["traced"].metrics.num_accepted_tokens
+    assert trace[0].predicted == 4
+    assert trace[0].signals["wvir"] is None
+    for record, following in zip(trace, trace[1:], strict=False):
+        assert len(record.klds) == record.drafted <= record.planned
+        assert following.num_tokens == record.num_tokens + record.accepted + 1
+        assert record.draft_s + record.verify_s <= record.step_s
+        assert min(record.klds, default=0) >= 0
+    late = trace[-2]
+    assert late.signals["scale_factor"] == pytest.approx(np.expm1(2 * np.mean(trace[-3].klds)), rel=1e-4)
+
+
+def test_several_completions_share_the_prompt() -> None:
+    prompt = random_prompts(1, 50, 51)[0]
+    engine = make_engine(TARGET, DRAFT, "static:3")
+    params = SamplingParams(temperature=1, n=4, seed=3, max_tokens=12)
+    output = complete(engine, [prompt], params)[0]
+    texts = [tuple(completion.token_ids) for completion in output.outputs]
+    assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+    assert output.metrics.num_cached_prompt_tokens == 3 * 48
+    assert complete(make_engine(TARGET, None), [prompt], params)[0].outputs == output.outputs
+
+
+def test_slots_are_reused_and_forgotten() -> None:
+    engine = make_engine(TARGET, DRAFT, "dsde", max_num_seqs=4)
+    prompts = random_prompts(12, 3, 20)
+    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=40))
+    assert engine._num_slots <= 4
+    fresh = [complete(make_engine(TARGET, DRAFT, "dsde:cap=off"), [p], GREEDY)[0] for p in prompts[-1:]]
+    assert outputs[-1].outputs[0].token_ids[:24] == fresh[0].outputs[0].token_ids
+
+
+def test_models_that_give_nan_do_not_hang_or_crash() -> None:
+    broken = tiny_model(VOCAB, seed=7)
+    broken.embedding[5] = torch.nan
+    engine = make_engine(broken, DRAFT, "dsde")
+    for temperature in (0.0, 1.0):
+        output = complete(engine, [[5, 5]], SamplingParams(temperature=temperature, max_tokens=8))[0]
+        assert len(output.outputs[0].token_ids) == 8
+        assert all(0 <= token < VOCAB for token in output.outputs[0].token_ids)

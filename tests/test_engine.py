@@ -1,8 +1,9 @@
-"""The engine's own behaviour: memory, pauses, sharing, refusals, streams. Tiny random models, everything else is real."""
+"""The engine's own behaviour: memory, pauses, sharing, refusals, streams. The models are tiny, the rest is real."""
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -332,7 +333,7 @@ def test_trace_tells_every_step() -> None:
     assert sum(record.accepted for record in trace) == done["traced"].metrics.num_accepted_tokens
     assert trace[0].predicted == 4
     assert trace[0].signals["wvir"] is None
-    for record, following in zip(trace, trace[1:], strict=False):
+    for record, following in pairwise(trace):
         assert len(record.klds) == record.drafted <= record.planned
         assert following.num_tokens == record.num_tokens + record.accepted + 1
         assert record.draft_s + record.verify_s <= record.step_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -84,7 +85,9 @@ def _run_mode(llm: LLM, policy: str, prompts: list[list[int]], params: SamplingP
 
 
 def _modes_table(results: list[ModeResult]) -> Table:
-    table = Table(title="what it took", title_justify="left")
+    table = Table(
+        title="what it took (steps: target passes; rate: accepted of drafted)", title_justify="left", box=SIMPLE_HEAD
+    )
     for heading in (
         "policy",
         "tokens",
@@ -107,7 +110,8 @@ def _modes_table(results: list[ModeResult]) -> Table:
             str(steps),
             f"{emitted / steps:.2f}",
             str(drafted),
-            f"{accepted} ({accepted / drafted:.0%})" if drafted else "-",
+            str(accepted),
+            f"{accepted / drafted:.0%}" if drafted else "-",
             f"{speed:.1f}",
             f"{speed / baseline:.2f}x",
         )
@@ -116,7 +120,7 @@ def _modes_table(results: list[ModeResult]) -> Table:
 
 def _steps_table(trace: list[StepRecord]) -> Table:
     title = f"dsde, first prompt: the first {_NUM_STEPS_SHOWN} of {len(trace)} steps"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for heading in ("step", "mean KLD", "SF", "WVIR", "predicted", "cap", "drafted", "accepted", "ms"):
         table.add_column(heading, justify="right")
     for record in trace[:_NUM_STEPS_SHOWN]:

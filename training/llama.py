@@ -108,6 +108,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def logits(hidden: Tensor, rows: Tensor) -> Tensor:
+    """Float32 scores [tokens, rows]. Rounding them to bfloat16 would make ties, and greedy text would drift."""
+    if hidden.dtype is torch.bfloat16 and hidden.is_cuda:
+        return torch.mm(hidden, rows.T, out_dtype=torch.float32)
+    return F.linear(hidden, rows).float()
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Every token sees itself and what lies before it. Padding on the right needs no mask."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))

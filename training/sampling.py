@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.decode_attention import decode_attention
-from training.llama import Llama, causal, rms_norm
+from training.llama import Llama, causal, logits, rms_norm
 
 Log = Callable[[str], None]
 
@@ -156,7 +156,7 @@ class Sampler:
         state = rms_norm(x[:, 0], model.norm, model.shape.eps)
         if self.keep_hidden:
             self.hidden[rows, self.lengths - self.prompt_lengths] = state
-        chosen = _choose(F.linear(state, model.embedding), self.temperatures)
+        chosen = _choose(logits(state, model.embedding), self.temperatures)
         place = self.lengths.clamp(max=self.context - 1)
         self.tokens[rows, place] = torch.where(self.active, chosen, self.tokens[rows, place])
         self.lengths += self.active
@@ -195,7 +195,7 @@ class Sampler:
         return self.hidden[slots][mask]
 
 
-def _choose(logits: Tensor, temperatures: Tensor) -> Tensor:
+def _choose(scores: Tensor, temperatures: Tensor) -> Tensor:
     """Exact samples: the largest of log-probabilities plus Gumbel noise; without noise at temperature 0."""
-    noise = -torch.empty_like(logits, dtype=torch.float32).exponential_().log()
-    return torch.addcmul(logits.float(), noise, temperatures[:, None]).argmax(-1)
+    noise = -torch.empty_like(scores).exponential_().clamp_min_(1e-30).log()
+    return torch.addcmul(scores, noise, temperatures[:, None]).argmax(-1)

@@ -7,11 +7,14 @@ text to go on with. Prompts that share a passage with a file kept for measuring 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dsde.models.tokenizer import Tokenizer
@@ -104,15 +107,30 @@ def to_requests(
 ) -> list[Request]:
     """Tokenized prompts, each with a temperature drawn for it; those that are too long lose their oldest turns."""
     rng = random.Random(seed)
-    requests = []
-    for index, prompt in enumerate(prompts):
+    cut = partial(_encode_within, tokenizer, max_prompt)
+    # Processes, since tokenizing one text after another would take longer than answering them. Forked, since the
+    # tokenizer does not survive pickling.
+    global _shared
+    _shared = cut
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        encoded = pool.map(_call_shared, prompts, chunksize=256)
+    return [Request(ids, rng.choice(temperatures), str(index)) for index, ids in enumerate(encoded) if ids]
+
+
+_shared: Callable[[Prompt], list[int]]
+
+
+def _call_shared(prompt: Prompt) -> list[int]:
+    return _shared(prompt)
+
+
+def _encode_within(tokenizer: Tokenizer, max_prompt: int, prompt: Prompt) -> list[int]:
+    """The prompt's tokens, without its oldest turns where it is too long; nothing where that does not help."""
+    ids = encode(tokenizer, prompt)
+    while len(ids) > max_prompt and len(prompt.messages) > 2:
+        prompt = Prompt(prompt.tag, prompt.messages[2:])
         ids = encode(tokenizer, prompt)
-        while len(ids) > max_prompt and len(prompt.messages) > 2:
-            prompt = Prompt(prompt.tag, prompt.messages[2:])
-            ids = encode(tokenizer, prompt)
-        if 0 < len(ids) <= max_prompt:
-            requests.append(Request(ids, rng.choice(temperatures), str(index)))
-    return requests
+    return ids if len(ids) <= max_prompt else []
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

@@ -180,12 +180,12 @@ class Sampler:
         active = self.active.tolist()
         ended = [slot for slot, owner in enumerate(self.owner) if owner is not None and not active[slot]]
         slots = torch.tensor(ended, dtype=torch.long, device=self.rows.device)
-        lengths, tokens = self.lengths[slots].tolist(), self.tokens[slots].tolist()
+        lengths, tokens = self.lengths[slots].tolist(), self.tokens[slots].cpu().numpy()
         for slot, length, row in zip(ended, lengths, tokens, strict=True):
             request = self.owner[slot]
             self.owner[slot] = None
             corpus.prompts.append(request.prompt)
-            corpus.completions.append(row[len(request.prompt) : length])
+            corpus.completions.append(row[len(request.prompt) : length].tolist())
             corpus.temperatures.append(request.temperature)
             corpus.tags.append(request.tag)
         if not self.keep_hidden or not ended:

@@ -50,26 +50,20 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class RequestMetrics:
-    """Counts and times of one request, all its completions together."""
+class SpeculationCounts:
+    """What drafting brought. Positions that were not drafted are unobserved, not rejected."""
 
-    num_steps: int = 0
-    """target passes that emitted a token for this request"""
     num_drafts: int = 0
-    """those of them in which something had been drafted"""
+    """sequence-steps in which something was drafted"""
     num_draft_tokens: int = 0
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_emitted_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_catch_up_tokens: int = 0
-    """tokens the draft read again because speculation had paused, or for the first time (the prompt)"""
+    """tokens the draft read because it had not seen them: prompts, pauses, preemptions"""
     num_preemptions: int = 0
-    queue_s: float = 0.0
-    first_token_s: float = 0.0
-    """from arrival to the first token"""
-    total_s: float = 0.0
-    trace: list[StepRecord] | None = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -80,6 +74,35 @@ class RequestMetrics:
     def acceptance_length(self) -> float:
         """tokens emitted by a step that had drafted something, the bonus token included"""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    def count_step(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Add one step of one sequence."""
+        self.num_emitted_tokens += emitted
+        if drafted:
+            self.num_drafts += 1
+            self.num_draft_tokens += drafted
+            self.num_accepted_tokens += accepted
+            _count_positions(self.num_draft_tokens_per_pos, drafted)
+            _count_positions(self.num_accepted_tokens_per_pos, accepted)
+
+
+def _count_positions(totals: list[int], length: int) -> None:
+    totals.extend([0] * (length - len(totals)))
+    for position in range(length):
+        totals[position] += 1
+
+
+@dataclass(slots=True)
+class RequestMetrics(SpeculationCounts):
+    """Counts and times of one request, all its completions together."""
+
+    num_steps: int = 0
+    """target passes that emitted a token for this request"""
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    """from arrival to the first token"""
+    total_s: float = 0.0
+    trace: list[StepRecord] | None = None
 
 
 @dataclass(slots=True)

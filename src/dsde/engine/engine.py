@@ -23,7 +23,7 @@ from dsde.engine.block_pool import BlockPool
 from dsde.engine.config import EngineConfig
 from dsde.engine.intake import Intake
 from dsde.engine.memory import count_blocks
-from dsde.engine.metrics import EngineMetrics, count_positions
+from dsde.engine.metrics import EngineMetrics
 from dsde.engine.planning import LengthPlan, Planner
 from dsde.engine.request import Completion, Request
 from dsde.engine.scheduler import Schedule, Scheduler
@@ -206,7 +206,9 @@ class Engine:
                 rows = logits[row : row + len(kept)]
                 completion.logprobs += top_logprobs(rows, kept, sequence.params.logprobs)
             row += drafted + 1
-            self._count(request, drafted, accepted, len(kept))
+            request.metrics.num_steps += 1
+            for metrics in (request.metrics, self.metrics):
+                metrics.count_step(drafted, accepted, len(kept))
             if completion.finish_reason is None:
                 self.scheduler.settle(sequence)
             else:
@@ -224,17 +226,6 @@ class Engine:
             if completion.append(token):
                 return emitted[:count]
         return emitted
-
-    def _count(self, request: Request, drafted: int, accepted: int, emitted: int) -> None:
-        for metrics in (request.metrics, self.metrics):
-            metrics.num_emitted_tokens += emitted
-            if drafted:
-                metrics.num_drafts += 1
-                metrics.num_draft_tokens += drafted
-                metrics.num_accepted_tokens += accepted
-                count_positions(metrics.num_accepted_tokens_per_pos, accepted)
-        request.metrics.num_steps += 1
-        count_positions(self.metrics.num_draft_tokens_per_pos, drafted)
 
     def _end(self, request: Request, completion: Completion, reason: FinishReason) -> None:
         completion.finish_reason = reason

@@ -9,9 +9,9 @@ from dsde.core.errors import DownloadError, DsdeError, InvalidInput, ModelError
 from dsde.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StepRecord, StreamChunk
 from dsde.core.params import SamplingParams
 
-# Threads of GNU OpenMP, which torch uses on Linux, wait for each other by spinning for a long time. Beside any other busy
-# process a step then takes tens of times as long. Giving up sooner costs nothing on a quiet machine. Read when torch
-# is first imported, so it must be set here.
+# Threads of GNU OpenMP, which torch uses on Linux, wait for each other by spinning for a long time; beside any other
+# busy process a step then takes tens of times as long. Giving up sooner costs nothing on a quiet machine. The setting
+# is read when torch is first imported, so it must be made here.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dsde import LLM, SamplingParams  # isort: skip  (before torch, whose threads it keeps from spinning needlessly)
 import torch
 
-from dsde import LLM, SamplingParams
 from dsde.cli.demo import PROMPTS
 from dsde.models.batch import KVCache, PackedBatch
 from dsde.models.decoder import Decoder

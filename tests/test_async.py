@@ -54,6 +54,18 @@ def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
     assert asyncio.run(both()).finished
 
 
+def test_nonsense_fails_alone_and_nobody_hangs(llm: AsyncLLM) -> None:
+    async def several() -> list[object]:
+        bad = [llm.generate(prompt, GREEDY) for prompt in (None, 5, [1.5], {"a": 1})]  # type: ignore[arg-type]
+        good = llm.generate([1], GREEDY)
+        calls = [collect(stream) for stream in (*bad, good)]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
+
+    *bad, good = asyncio.run(several())
+    assert all(isinstance(error, InvalidInput) for error in bad)
+    assert isinstance(good, tuple)
+
+
 def test_leaving_early_ends_the_request(llm: AsyncLLM) -> None:
     async def leave() -> None:
         stream = llm.generate([1, 2, 3], LONG)

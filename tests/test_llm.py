@@ -71,6 +71,21 @@ def test_leaving_a_stream_ends_its_requests(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
+def test_calls_may_be_made_while_a_stream_is_open(llm: LLM) -> None:
+    alone = texts(llm.generate(PROMPTS, GREEDY))
+    streamed: dict[str, str] = {}
+    others: list[str] = []
+    for event in llm.stream(PROMPTS[:2], GREEDY):
+        if isinstance(event, StreamChunk):
+            streamed[event.request_id] = streamed.get(event.request_id, "") + event.text
+        if not others:
+            others = texts(llm.generate(PROMPTS[2:], GREEDY))
+    assert [*streamed.values(), *others] == alone
+    unused = llm.stream(PROMPTS, GREEDY)
+    assert not llm.engine.has_work
+    del unused
+
+
 def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is two plus two?"}]
     one = llm.chat(question, GREEDY)
@@ -97,8 +112,18 @@ def test_prompt_forms(llm: LLM) -> None:
     assert texts(llm.generate(ids, GREEDY)) == expected
     assert texts(llm.generate([ids, PROMPTS[0]], [GREEDY, GREEDY])) == expected * 2
     assert llm.generate([], GREEDY) == []
+    assert texts(llm.generate({"prompt_token_ids": ids}, GREEDY)) == expected
+    assert texts(llm.generate([{"prompt": PROMPTS[0]}], GREEDY)) == expected
     with pytest.raises(InvalidInput, match="2 prompts"):
         llm.generate(PROMPTS[:2], [GREEDY])
+    with pytest.raises(InvalidInput, match="prompt_token_ids"):
+        llm.generate({"text": "x"}, GREEDY)
+    with pytest.raises(InvalidInput, match="sampling_params"):
+        llm.generate(PROMPTS[0], {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="Unicode"):
+        llm.generate("\ud800", GREEDY)
+    with pytest.raises(InvalidInput, match="policy"):
+        llm.with_policy(4)  # type: ignore[arg-type]
 
 
 def test_one_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
@@ -117,6 +142,7 @@ def test_logprobs_are_the_targets(llm: LLM) -> None:
             assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-3)
     chosen = [next(iter(entry.values())) for entry in with_draft.outputs[0].logprobs or []]
     assert all(logprob.rank == 1 for logprob in chosen)
+    assert "".join(logprob.decoded_token or "" for logprob in chosen) == with_draft.outputs[0].text
     assert with_draft.prompt_logprobs is not None
     assert len(with_draft.prompt_logprobs) == len(with_draft.prompt_token_ids)
 
@@ -126,6 +152,7 @@ def test_speculative_config() -> None:
     assert (parsed.draft, parsed.policy, parsed.prompt_lookup_max) == ("ngram", "static:3", 5)
     assert SpeculativeConfig.parse({"model": "x", "num_speculative_tokens": 0}).policy == "off"
     assert SpeculativeConfig.parse(None).over("d", "static:2") == SpeculativeConfig("d", "static:2")
+    assert SpeculativeConfig.parse({"policy": "dsde"}).over(None, "static:2").policy == "dsde"
     for bad in ("[1]", '{"method": "magic"}', '{"num_speculative_tokens": -1}', '{"prompt_lookup_min": 9}'):
         with pytest.raises(InvalidInput, match="speculative_config"):
             SpeculativeConfig.parse(bad)

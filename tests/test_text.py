@@ -67,6 +67,10 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     assert feed("xxab xxab", ["ab"], may_stop_from=5) == ("xxab xx", feed("xxab xxab", ["ab"], 5)[1], "ab")
 
 
+def test_a_stop_string_that_went_by_does_not_count_later() -> None:
+    assert feed("axyz", ["a", "bbbbbb"], may_stop_from=2)[0::2] == ("axyz", None)
+
+
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_any_text(text: str, stop: list[str]) -> None:
     final, shown, found = feed(text, stop)

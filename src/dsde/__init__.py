@@ -15,12 +15,14 @@ from dsde.core.params import SamplingParams
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 if TYPE_CHECKING:
+    from dsde.engine.async_llm import AsyncLLM
     from dsde.engine.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "DownloadError",
     "DsdeError",
@@ -42,4 +44,8 @@ def __getattr__(name: str) -> Any:
         from dsde.engine.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from dsde.engine.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'dsde' has no attribute {name!r}")

@@ -112,8 +112,15 @@ def policies() -> None:
 
 
 @app.command()
-def models() -> None:
-    """Show the embedded models and where they lie."""
-    from dsde.cli.lists import show_models
+def models(
+    export: Annotated[
+        Path | None, typer.Option(help="Write target and draft as Hugging Face folders below this one.")
+    ] = None,
+) -> None:
+    """Show the embedded models and where they lie, or write them out for other programs."""
+    from dsde.cli.lists import export_models, show_models
 
-    show_models()
+    if export is None:
+        show_models()
+    else:
+        export_models(export)

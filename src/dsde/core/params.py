@@ -11,6 +11,10 @@ from dsde.core.errors import InvalidInput
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less only loses precision."""
 
+LONGEST_DRAFT = 128
+"""Most tokens that anybody may ask to be drafted in one step."""
+MOST_COMPLETIONS = 1024
+
 Speculation = Literal["on", "off"] | int
 
 
@@ -48,7 +52,10 @@ class SamplingParams:
     """"on": the policy chooses; "off": never draft for this request; a number: always draft that many"""
 
     def __post_init__(self) -> None:
-        self._check_whole("n", self.n, 1)
+        for name, empty in (("logit_bias", {}), ("stop", []), ("stop_token_ids", [])):
+            if getattr(self, name) is None:  # as other libraries write "none of it"
+                object.__setattr__(self, name, empty)
+        self._check_whole("n", self.n, 1, MOST_COMPLETIONS)
         if self.max_tokens is not None:
             self._check_whole("max_tokens", self.max_tokens, 1)
         self._check_whole("min_tokens", self.min_tokens, 0)
@@ -71,7 +78,7 @@ class SamplingParams:
         if self.speculation not in ("on", "off"):
             if isinstance(self.speculation, str):
                 raise InvalidInput(f'speculation must be "on", "off" or a whole number, got "{self.speculation}".')
-            self._check_whole("speculation", self.speculation, 0)
+            self._check_whole("speculation", self.speculation, 0, LONGEST_DRAFT)
 
     @property
     def greedy(self) -> bool:

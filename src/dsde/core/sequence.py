@@ -56,6 +56,8 @@ class Sequence:
     # drafter and engine
     num_draft_computed: int = 0
     """leading tokens whose draft KV is in the cache; the drafter raises it, the engine lowers it on rejection"""
+    draft_state: Any = None
+    """whatever else the drafter remembers of it"""
 
     # verification
     penalty_state: Any = None

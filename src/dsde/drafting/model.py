@@ -2,7 +2,8 @@
 
 Sequences are ordered by length, longest first, so that those still drafting are always a prefix of the batch. The
 draft's KV never has holes: before its first own token the draft reads whatever the sequence gained since it last
-drafted, be it one token, the bonus token besides, a whole pause or the prompt.
+drafted, be it one token, the bonus token besides, a whole pause or the prompt; while that is more than one pass may
+read, it reads a part of it in every step and does not draft yet.
 """
 
 from __future__ import annotations
@@ -33,76 +34,72 @@ class ModelDrafter:
         self.cache = self.model.new_cache(num_blocks)
 
     def propose(self, sequences: list[Sequence], lengths: IntArray) -> Proposals:
-        longest = int(lengths.max(initial=0))
-        if longest == 0:
+        num_unread = np.array([s.num_tokens - s.num_draft_computed for s in sequences], dtype=np.int64)
+        lengths = np.minimum(lengths, self._rooms(sequences))
+        chunks = self._share_budget(num_unread, lengths)
+        lengths = np.where(chunks == num_unread, lengths, 0)
+        reading = np.flatnonzero(chunks)
+        if len(reading) == 0:
             return Proposals.nothing(len(sequences), self.model.device)
-        order = np.argsort(-lengths, kind="stable")[: int((lengths > 0).sum())]
-        num_catch_up = np.zeros(len(sequences), dtype=np.int64)
-        num_catch_up[order] = [sequences[i].num_tokens - 1 - sequences[i].num_draft_computed for i in order]
-        self._read_backlog([sequences[i] for i in order])
-
-        tokens = torch.zeros((len(sequences), longest), dtype=torch.int64, device=self.model.device)
+        # Longest first, so that those still drafting are a prefix; those that only read come last.
+        order = reading[np.argsort(-lengths[reading], kind="stable")]
         steps: list[DraftStep] = []
-        for depth in range(longest):
+        tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.int64, device=self.model.device)
+        logits = self._read(sequences, order, chunks, int((lengths > 0).sum()))
+        for depth in range(tokens.shape[1]):
             owners = order[: int((lengths > depth).sum())]
             active = [sequences[i] for i in owners]
-            fed = [s.tokens[s.num_draft_computed :] for s in active] if depth == 0 else None
-            newest = tokens[owners, depth - 1].cpu().numpy() if depth else None
-            logits = self._forward(active, depth, fed, newest)
-            rows = Rows(
-                active,
-                np.arange(len(active)),
-                np.full(len(active), depth, dtype=np.int64),
-                tokens[owners, :depth],
-            )
+            if depth > 0:
+                logits = self._extend(active, tokens[owners, depth - 1].cpu().numpy(), depth)
+            depths = np.full(len(active), depth, dtype=np.int64)
+            rows = Rows(active, np.arange(len(active)), depths, tokens[owners, :depth])
             dist = distributions(logits, rows)
             tokens[owners, depth] = self.sampler.draw(dist, rows, Purpose.DRAFT)
             steps.append(DraftStep(owners, logits, dist))
         for i in order:
-            sequences[i].num_draft_computed = sequences[i].num_tokens + int(lengths[i]) - 1
-        return Proposals(tokens, lengths.copy(), steps, num_catch_up)
+            sequences[i].num_draft_computed += int(chunks[i]) + max(int(lengths[i]) - 1, 0)
+        return Proposals(tokens, lengths, steps, chunks - (lengths > 0))
+
+    def _share_budget(self, num_unread: IntArray, lengths: IntArray) -> IntArray:
+        """How much each sequence reads now. A backlog larger than the budget is spread over steps, as prompts are."""
+        wanted = np.where(lengths > 0, num_unread, 0)
+        before = np.cumsum(wanted) - wanted
+        chunks: IntArray = np.minimum(np.maximum(self.max_num_batched_tokens - before, 0), wanted)
+        return chunks
+
+    def _rooms(self, sequences: list[Sequence]) -> IntArray:
+        """Tokens that can be drafted before the draft's own context ends."""
+        longest = self.model.config.max_position_embeddings
+        return np.array([max(0, longest - s.num_tokens + 1) for s in sequences], dtype=np.int64)
+
+    def _read(self, sequences: list[Sequence], order: IntArray, chunks: IntArray, num_drafting: int) -> torch.Tensor:
+        """Read what is new; returns logits for the first `num_drafting` sequences in `order`."""
+        active = [sequences[i] for i in order]
+        parts = [s.tokens[s.num_draft_computed :][: chunks[i]] for s, i in zip(active, order, strict=True)]
+        starts = np.array([s.num_draft_computed for s in active], dtype=np.int64)
+        ends = np.cumsum(chunks[order])
+        tokens = np.fromiter((token for part in parts for token in part), dtype=np.int64, count=int(ends[-1]))
+        return self._forward(active, tokens, chunks[order], starts + chunks[order], ends[:num_drafting] - 1)
+
+    def _extend(self, active: list[Sequence], newest: IntArray, depth: int) -> torch.Tensor:
+        """Read one drafted token of every active sequence, `depth` tokens into its draft."""
+        ones = np.ones(len(active), dtype=np.int64)
+        contexts = np.array([s.num_tokens for s in active], dtype=np.int64) + depth
+        return self._forward(active, newest, ones, contexts, np.arange(len(active)))
 
     def _forward(
         self,
         active: list[Sequence],
-        depth: int,
-        fed: list[list[int]] | None,
-        newest: IntArray | None,
+        tokens: IntArray,
+        query_lens: IntArray,
+        context_lens: IntArray,
+        logit_rows: IntArray,
     ) -> torch.Tensor:
-        """Logits for the next token of every active sequence, `depth` tokens into its draft."""
-        if fed is not None:
-            tokens = np.concatenate([np.asarray(part, dtype=np.int64) for part in fed])
-            query_lens = np.array([len(part) for part in fed], dtype=np.int64)
-        else:
-            assert newest is not None
-            tokens, query_lens = newest, np.ones(len(active), dtype=np.int64)
-        context_lens = np.array([s.num_tokens for s in active], dtype=np.int64) + depth
+        # A target may know tokens that its draft does not; whatever is drafted after one of those, it stays lossless.
+        known = np.minimum(tokens, self.model.config.vocab_size - 1)
         tables = [s.block_table for s in active]
-        batch = pack(tokens, query_lens, context_lens, tables, np.cumsum(query_lens) - 1, self.model.device)
+        batch = pack(known, query_lens, context_lens, tables, logit_rows, self.model.device)
         return _fit(self.model.forward(batch, self.cache), self.vocab_size)
-
-    def _read_backlog(self, sequences: list[Sequence]) -> None:
-        """Read most of what is missing in passes of bounded size, leaving for the first draft step what fits in one."""
-        while sum(s.num_tokens - s.num_draft_computed for s in sequences) > self.max_num_batched_tokens:
-            room = self.max_num_batched_tokens
-            chunks: list[tuple[Sequence, int]] = []
-            for s in sequences:
-                chunk = min(s.num_tokens - 1 - s.num_draft_computed, room)
-                if chunk > 0:
-                    chunks.append((s, chunk))
-                    room -= chunk
-            if not chunks:
-                return
-            query_lens = np.array([chunk for _, chunk in chunks], dtype=np.int64)
-            starts = np.array([s.num_draft_computed for s, _ in chunks], dtype=np.int64)
-            tokens = np.concatenate([s.tokens[s.num_draft_computed :][:chunk] for s, chunk in chunks])
-            tables = [s.block_table for s, _ in chunks]
-            none = np.empty(0, dtype=np.int64)
-            self.model.forward(
-                pack(tokens, query_lens, starts + query_lens, tables, none, self.model.device), self.cache
-            )
-            for s, chunk in chunks:
-                s.num_draft_computed += chunk
 
 
 def _fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

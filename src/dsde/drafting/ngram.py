@@ -26,7 +26,7 @@ class NgramDrafter:
         pass
 
     def propose(self, sequences: list[Sequence], lengths: IntArray) -> Proposals:
-        found = [self._follow(s.tokens, int(k)) for s, k in zip(sequences, lengths, strict=True)]
+        found = [self._follow(s, int(k)) for s, k in zip(sequences, lengths, strict=True)]
         tokens = np.zeros((len(found), max(map(len, found), default=0)), dtype=np.int64)
         for row, continuation in zip(tokens, found, strict=True):
             row[: len(continuation)] = continuation
@@ -35,15 +35,32 @@ class NgramDrafter:
             lengths=np.array([len(continuation) for continuation in found], dtype=np.int64),
         )
 
-    def _follow(self, tokens: list[int], count: int) -> list[int]:
+    def _follow(self, sequence: Sequence, count: int) -> list[int]:
         """Up to `count` tokens that followed the latest earlier occurrence of the longest matching suffix."""
         if count == 0:
             return []
-        text = np.asarray(tokens, dtype=np.int64)
-        for size in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
-            windows = np.lib.stride_tricks.sliding_window_view(text[:-1], size)
-            matches = np.flatnonzero((windows == text[-size:]).all(axis=1))
-            if len(matches):
-                start = int(matches[-1]) + size
-                return tokens[start : start + count]
-        return []
+        if sequence.draft_state is None:
+            sequence.draft_state = _Occurrences(self.shortest, self.longest)
+        start = sequence.draft_state.find(sequence.tokens)
+        return [] if start is None else sequence.tokens[start : start + count]
+
+
+class _Occurrences:
+    """Where every run of tokens ended last, kept up to date with the tokens a sequence has for good."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.ends: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in range(longest, shortest - 1, -1)}
+        self.num_indexed = 0
+
+    def find(self, tokens: list[int]) -> int | None:
+        """The place after the latest earlier occurrence of the longest known suffix."""
+        for end in range(self.num_indexed + 1, len(tokens)):
+            for size, ends in self.ends.items():
+                if size <= end:
+                    ends[tuple(tokens[end - size : end])] = end
+        self.num_indexed = max(self.num_indexed, len(tokens) - 1)
+        for size, ends in self.ends.items():
+            place = ends.get(tuple(tokens[-size:])) if size < len(tokens) else None
+            if place is not None:
+                return place
+        return None

@@ -33,6 +33,14 @@ class _Caller:
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
+@dataclass(slots=True)
+class _Job:
+    """Something the engine's thread is to do for a caller."""
+
+    caller: _Caller
+    run: Callable[[], None]
+
+
 class EngineStopped(DsdeError):
     """The engine was shut down, or failed, while a request was under way."""
 
@@ -40,7 +48,7 @@ class EngineStopped(DsdeError):
 class AsyncLLM:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._callers: dict[str, _Caller] = {}
         self._numbers = itertools.count()
         self._gate = threading.Lock()
@@ -62,7 +70,7 @@ class AsyncLLM:
         with self._gate:
             if self._stopped:
                 raise EngineStopped("The engine has been shut down.")
-            self._jobs.put(lambda: self._add(name, prompt, params, trace, caller))
+            self._jobs.put(_Job(caller, lambda: self._add(name, prompt, params, trace, caller)))
         done = False
         try:
             while not done:
@@ -74,7 +82,7 @@ class AsyncLLM:
                 yield event
         finally:
             if not done:
-                self._jobs.put(lambda: self._abort(name, caller))
+                self._jobs.put(_Job(caller, lambda: self._abort(name, caller)))
 
     def shutdown(self) -> None:
         """Stop stepping; requests under way end with an error. Returns when the thread has ended."""
@@ -108,15 +116,14 @@ class AsyncLLM:
                 return True
             if job is None:
                 return False
-            job()
+            try:
+                job.run()
+            except Exception as error:  # a request that cannot be taken is its caller's trouble alone
+                job.caller.tell(error)
 
     def _add(self, name: str, prompt: str | Seq[int], params: SamplingParams, trace: bool, caller: _Caller) -> None:
-        try:
-            self.engine.add(prompt, params, name, trace)
-        except DsdeError as error:
-            caller.tell(error)
-        else:
-            self._callers[name] = caller
+        self.engine.add(prompt, params, name, trace)
+        self._callers[name] = caller
 
     def _abort(self, name: str, caller: _Caller) -> None:
         # The name may meanwhile belong to somebody else's request.
@@ -125,10 +132,12 @@ class AsyncLLM:
             self.engine.abort(name)
 
     def _end_all(self, reason: EngineStopped) -> None:
+        waiting = list(self._callers.values())
         while not self._jobs.empty():
             if job := self._jobs.get():
-                job()
-        for name, caller in self._callers.items():
-            self.engine.abort(name)
+                waiting.append(job.caller)
+        for caller in waiting:
             caller.tell(reason)
+        for name in self._callers:
+            self.engine.abort(name)
         self._callers.clear()

@@ -83,6 +83,11 @@ class BlockPool:
             self._next_node += 1
         return self._nodes[known]
 
+    def forget_all(self) -> None:
+        """Nothing is to be found any more: the contents cannot be trusted."""
+        for block in list(self._keys):
+            self._forget(block)
+
     def _forget(self, block: int) -> None:
         self.draft_valid[block] = False
         key = self._keys.pop(block, None)

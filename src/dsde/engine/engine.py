@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dsde.core.errors import InvalidInput
-from dsde.core.outputs import FinishReason, RequestOutput, StreamChunk
+from dsde.core.outputs import FinishReason, Logprob, RequestOutput, StreamChunk
 from dsde.core.params import SamplingParams
 from dsde.core.sequence import Sequence
 from dsde.drafting import Drafter, Proposals
@@ -93,9 +93,9 @@ class Engine:
         self, prompt: str | Seq[int], params: SamplingParams, request_id: str | None = None, trace: bool = False
     ) -> str:
         """Queue a request; returns its id. Refuses at once what could never be served."""
-        if request_id is not None and request_id in self.requests:
-            raise InvalidInput(f"request_id {request_id!r} is in use by a request that has not finished.")
         request = self.intake.accept(prompt, params, request_id)
+        if request.request_id in self.requests:
+            raise InvalidInput(f"request_id {request.request_id!r} is in use by a request that has not finished.")
         if trace:
             request.metrics.trace = []
         self.requests[request.request_id] = request
@@ -114,10 +114,22 @@ class Engine:
             if completion.finish_reason is None:
                 self._end(request, completion, "abort")
         self.metrics.num_aborted += 1
-        return self._close(request)
+        del self.requests[request_id]
+        return request.output()
 
-    @torch.inference_mode()
     def step(self) -> StepOutput:
+        """Advance every running request; does nothing where there is none."""
+        if not self.has_work:
+            return StepOutput()
+        try:
+            with torch.inference_mode():
+                return self._step()
+        except BaseException:
+            # Interrupted, or out of memory: caches may hold less than the books say. Everybody starts again.
+            self.scheduler.restart()
+            raise
+
+    def _step(self) -> StepOutput:
         times = [time.perf_counter()]
 
         def lap() -> float:
@@ -157,7 +169,7 @@ class Engine:
             if sequence.slot < 0:
                 request = self.requests[sequence.request_id]
                 sequence.slot = self._take_slot()
-                request.metrics.queue_s = now - request.arrived
+                request.metrics.queue_s = request.metrics.queue_s or now - request.arrived
                 request.metrics.num_cached_prompt_tokens += sequence.num_computed
                 self.metrics.num_cached_prompt_tokens += sequence.num_computed
         return work
@@ -197,21 +209,22 @@ class Engine:
         for i, sequence in enumerate(judged):
             drafted, accepted = int(proposals.lengths[i]), int(verdict.accepted[i])
             request = self.requests[sequence.request_id]
-            sequence.num_computed = sequence.num_tokens + accepted
-            sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
+            stood = sequence.num_tokens + accepted
             sequence.num_steps += 1
             completion = request.completions[sequence.index]
             kept = self._append(request, completion, verdict.emitted[i])
+            # A completion may end before all accepted tokens are used.
+            sequence.num_computed = min(stood, sequence.num_tokens)
+            sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
             if sequence.params.logprobs is not None:
                 rows = logits[row : row + len(kept)]
-                completion.logprobs += top_logprobs(rows, kept, sequence.params.logprobs)
+                completion.logprobs += self._logprobs(rows, kept, sequence.params.logprobs)
             row += drafted + 1
             request.metrics.num_steps += 1
             for metrics in (request.metrics, self.metrics):
                 metrics.count_step(drafted, accepted, len(kept))
-            if completion.finish_reason is None:
-                self.scheduler.settle(sequence)
-            else:
+            self.scheduler.settle(sequence)
+            if completion.finish_reason is not None:
                 self._end(request, completion, completion.finish_reason)
             output.chunks.append(request.chunk(completion, kept))
             if request.finished:
@@ -249,6 +262,14 @@ class Engine:
         self._num_slots += 1
         return self._num_slots - 1
 
+    def _logprobs(self, logits: torch.Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:
+        entries = top_logprobs(logits, tokens, count)
+        if (tokenizer := self.intake.tokenizer) is not None:
+            for entry in entries:
+                for token, logprob in entry.items():
+                    logprob.decoded_token = tokenizer.token_text(token)
+        return entries
+
     def _score_prompts(self, work: Schedule, scored: set[Sequence], logits: torch.Tensor) -> None:
         """Log-probabilities of prompt tokens, each from the row before it; the first has none."""
         row = 0
@@ -261,5 +282,5 @@ class Engine:
             if start == 0:
                 request.prompt_logprobs[:] = [None]
             count = request.params.prompt_logprobs or 0
-            request.prompt_logprobs += top_logprobs(logits[row : row + len(following)], following, count)
+            request.prompt_logprobs += self._logprobs(logits[row : row + len(following)], following, count)
             row += chunk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence as Seq
 
 from dsde.core.errors import InvalidInput
@@ -66,13 +67,18 @@ class Intake:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidInput("This model has no tokenizer: give the prompt as a list of token ids.")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise InvalidInput("The prompt is not valid Unicode: it contains half of a surrogate pair.") from None
             return self.tokenizer.encode(prompt)
-        tokens = list(prompt)
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise InvalidInput(f"A prompt must be text or a list of token ids, got {prompt!r}.") from None
         for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise InvalidInput(
-                    f"A prompt's token ids must be whole numbers from 0 to {self.vocab_size - 1}, got {token!r}."
-                )
+            if not 0 <= token < self.vocab_size:
+                raise InvalidInput(f"A prompt's token ids must be from 0 to {self.vocab_size - 1}, got {token}.")
         return tokens
 
     def _max_tokens(self, tokens: list[int], params: SamplingParams) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from dsde.models.tokenizer import Tokenizer
 from dsde.policies import Policy, make_policy
 from dsde.sampling import Sampler
 
-Prompt = str | Seq[int]
+Prompt = str | Seq[int] | dict[str, Any]
 Message = dict[str, Any]
 
 EMBEDDED_DRAFT = "skip:12-15"
@@ -36,14 +38,15 @@ class LLM:
 
     `target` and `draft` are a hub id, a folder or a GGUF file. `draft` may also be "ngram" (prompt lookup), "none", or
     a draft made from the target: "skip:12-15" (layers left out), "noise:0.1", "round:4". Without a target the embedded
-    pair is used; a target without a draft does not speculate.
+    pair is used; a target without a draft does not speculate. `policy` is a name as in `dsde policies` or a
+    `Policy` of your own.
     """
 
     def __init__(
         self,
         target: str | None = None,
         draft: str | None = None,
-        policy: str | Policy = "dsde",
+        policy: str | Policy | None = None,
         *,
         speculative_config: dict[str, Any] | str | None = None,
         dtype: str = "auto",
@@ -56,9 +59,8 @@ class LLM:
     ) -> None:
         self._config = EngineConfig(max_num_seqs, max_num_batched_tokens, max_model_len, kv_cache_bytes, seed)
         self._wanted = SpeculativeConfig.parse(speculative_config).over(draft, policy)
-        chosen = make_policy(self._wanted.policy) if isinstance(self._wanted.policy, str) else self._wanted.policy
-        where = _device(device)
-        self._target = load_model(target, _dtype(dtype, where), where, progress=_report)
+        chosen = _policy(self._wanted.policy or "dsde")
+        self._target = load_model(target, _dtype(dtype), _device(device), progress=_report)
         self.draft = self._wanted.draft or (EMBEDDED_DRAFT if target is None else "none")
         is_model = self.draft not in ("none", "ngram")
         self._draft_model = load_draft(self.draft, self._target).model if is_model else None
@@ -67,7 +69,7 @@ class LLM:
     def with_policy(self, policy: str | Policy) -> LLM:
         """The same weights under another policy, with a KV cache of its own: for comparing policies side by side."""
         other = copy.copy(self)
-        other._start(make_policy(policy) if isinstance(policy, str) else policy)
+        other._start(_policy(policy))
         return other
 
     @property
@@ -91,14 +93,12 @@ class LLM:
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids), batched; results in the order of the prompts."""
-        ids = self._add(prompts, sampling_params, trace)
-        done: dict[str, RequestOutput] = {}
-        try:
-            while len(done) < len(ids):
-                done.update((output.request_id, output) for output in self.engine.step().finished)
-        finally:
-            self._abort(ids, done)
-        return [done[request_id] for request_id in ids]
+        results: dict[str, RequestOutput] = {}
+        with self._requests(prompts, sampling_params, trace) as ids:
+            for event in self._events(ids):
+                if isinstance(event, RequestOutput):
+                    results[event.request_id] = event
+        return [results[request_id] for request_id in ids]
 
     def chat(
         self,
@@ -121,10 +121,11 @@ class LLM:
     ) -> Iterator[StreamChunk | RequestOutput]:
         """The same as `generate`, token by token: a chunk for everything a step added, and each request when it ends.
 
-        Leaving the loop early ends the requests.
+        Requests begin with the first chunk that is asked for; leaving the loop early ends them. Other calls may be made
+        meanwhile: their requests share the batch.
         """
-        ids = self._add(prompts, sampling_params, trace)
-        return self._stream(ids)
+        with self._requests(prompts, sampling_params, trace) as ids:
+            yield from self._events(ids)
 
     def chat_prompt(self, messages: Seq[Message]) -> list[int]:
         """A conversation as the token ids the model was trained to continue."""
@@ -133,39 +134,46 @@ class LLM:
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _stream(self, ids: list[str]) -> Iterator[StreamChunk | RequestOutput]:
-        done: dict[str, RequestOutput] = {}
-        try:
-            while len(done) < len(ids):
-                output = self.engine.step()
-                done.update((finished.request_id, finished) for finished in output.finished)
-                yield from output.chunks
-                yield from output.finished
-        finally:
-            self._abort(ids, done)
-
-    def _add(
+    @contextmanager
+    def _requests(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None, trace: bool
-    ) -> list[str]:
-        several = _as_prompts(prompts)
-        each = [params or SamplingParams()] * len(several) if not isinstance(params, Seq) else list(params)
-        if len(each) != len(several):
-            raise InvalidInput(f"{len(several)} prompts need as many sampling_params or a single one, got {len(each)}.")
+    ) -> Iterator[list[str]]:
+        """Requests that are under way within the block; those that have not finished at its end are aborted."""
+        pairs = _pair(prompts, params)
         ids: list[str] = []
         try:
-            for prompt, one in zip(several, each, strict=True):
+            for prompt, one in pairs:
                 ids.append(self.engine.add(prompt, one, trace=trace))
-        except InvalidInput:
-            self._abort(ids, {})
-            raise
-        return ids
-
-    def _abort(self, ids: list[str], done: dict[str, RequestOutput]) -> None:
-        for request_id in ids:
-            if request_id not in done:
+                self._mail[ids[-1]] = deque()
+            yield ids
+        finally:
+            for request_id in ids:
                 self.engine.abort(request_id)
+                del self._mail[request_id]
+
+    def _events(self, ids: list[str]) -> Iterator[StreamChunk | RequestOutput]:
+        """What these requests are told, until all have finished. What a step tells others is kept for them."""
+        num_running = len(ids)
+        while num_running:
+            for request_id in ids:
+                mail = self._mail[request_id]
+                while mail:
+                    event = mail.popleft()
+                    num_running -= isinstance(event, RequestOutput)
+                    yield event
+            if num_running:
+                self._step()
+
+    def _step(self) -> None:
+        output = self.engine.step()
+        events: list[StreamChunk | RequestOutput] = [*output.chunks, *output.finished]
+        for event in events:
+            if event.request_id in self._mail:
+                self._mail[event.request_id].append(event)
 
     def _start(self, policy: Policy) -> None:
+        self._mail: dict[str, deque[StreamChunk | RequestOutput]] = {}
+        """what requests under way have been told and nobody has fetched yet"""
         sampler = Sampler()
         target = self._target
         self.policy = policy
@@ -186,30 +194,52 @@ def _report(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _pair(
+    prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+) -> list[tuple[str | Seq[int], SamplingParams]]:
+    """Every prompt with its own parameters."""
+    single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    several: list[Any] = [prompts] if single else list(prompts)
+    each = [SamplingParams() if params is None else params] * len(several) if not isinstance(params, Seq) else params
+    if len(each) != len(several):
+        raise InvalidInput(f"{len(several)} prompts need as many sampling_params or a single one, got {len(each)}.")
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise InvalidInput(f"sampling_params must be SamplingParams, got {one!r}.")
+    return [(_plain(prompt), one) for prompt, one in zip(several, each, strict=True)]
 
 
-def _device(name: str) -> torch.device:
+def _plain(prompt: Any) -> str | Seq[int]:
+    """Text or token ids, also out of a dictionary as vLLM takes it."""
+    if not isinstance(prompt, dict):
+        return prompt  # type: ignore[no-any-return]
+    for key in ("prompt_token_ids", "prompt"):
+        if key in prompt:
+            return prompt[key]  # type: ignore[no-any-return]
+    raise InvalidInput(f'A prompt given as a dictionary needs "prompt" or "prompt_token_ids", got {list(prompt)}.')
+
+
+def _device(name: str) -> str:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidInput(f'device must be "auto", "cpu" or "cuda", got "{name}".') from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f'device is "{name}", but this machine has no usable CUDA device.')
-    return device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def _policy(policy: str | Policy) -> Policy:
+    if isinstance(policy, str):
+        return make_policy(policy)
+    if not isinstance(policy, Policy):
+        raise InvalidInput(f"policy must be a name or a Policy, got {policy!r}.")
+    return policy
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(name: str) -> torch.dtype | None:
+    """None leaves it to the loader."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return None
     if name not in _DTYPES:
         raise InvalidInput(f'dtype must be one of "auto", {", ".join(map(json.dumps, _DTYPES))}, got "{name}".')
     return _DTYPES[name]

@@ -60,9 +60,8 @@ class Planner:
         plan = None
         if len(rows):
             plan = self.policy.plan(batch)
-            planned[rows] = plan.lengths
-            if plan.cap is not None:
-                self.metrics.num_capped += int((plan.votes & (plan.predicted > plan.cap)).sum())
+            planned[rows] = np.clip(plan.lengths, 0, batch.rooms)
+            self.metrics.num_capped += plan.num_lowered
         lengths = np.array([self.scheduler.reserve(s, int(k)) for s, k in zip(decodes, planned, strict=True)], np.int64)
         self.metrics.num_trimmed += int((lengths < planned).sum())
         return LengthPlan(planned, lengths, rows, batch, plan)

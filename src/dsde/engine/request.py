@@ -26,7 +26,8 @@ class Completion:
         sequence = self.sequence
         sequence.tokens.append(token)
         if token in sequence.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", token
+            own = token in sequence.params.stop_token_ids
+            self.finish_reason, self.stop_reason = "stop", token if own else None
         else:
             enough = sequence.num_output_tokens >= sequence.params.min_tokens
             stop = self.text.push(token, may_stop=enough)

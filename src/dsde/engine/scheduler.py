@@ -55,7 +55,8 @@ class Scheduler:
     def schedule(self) -> Schedule:
         work = Schedule()
         self._schedule_decodes(work)
-        budget = self.max_num_batched_tokens - len(work.decodes)
+        # Never nothing: however many decode, those whose prompt is being read must come to an end of it.
+        budget = max(self.max_num_batched_tokens - len(work.decodes), 1)
         for sequence in self.running:
             if sequence.num_pending > 1 and budget > 0:
                 budget -= self._schedule_chunk(work, sequence, budget)
@@ -81,10 +82,16 @@ class Scheduler:
         self.pool.release(sequence.block_table[keep:])
         del sequence.block_table[keep:]
         self._register(sequence, sequence.num_computed)
-        num_draft_full = min(sequence.num_draft_computed // BLOCK_SIZE, sequence.num_registered_blocks)
+        num_draft_full = sequence.num_draft_computed // BLOCK_SIZE
         for place in range(sequence.num_draft_shared_blocks, num_draft_full):
             self.pool.draft_valid[sequence.block_table[place]] = True
         sequence.num_draft_shared_blocks = num_draft_full
+
+    def restart(self) -> None:
+        """Whatever runs gives up its blocks and is computed again; nothing that the cache holds is trusted."""
+        while self.running:
+            self._preempt(self.running.pop())
+        self.pool.forget_all()
 
     def finish(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:

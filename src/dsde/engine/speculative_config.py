@@ -15,7 +15,7 @@ class SpeculativeConfig:
     """Which draft, which policy. `model` and `num_speculative_tokens` are vLLM's words for draft and static length."""
 
     draft: str | None = None
-    policy: str | Policy = "dsde"
+    policy: str | Policy | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
 
@@ -32,10 +32,9 @@ class SpeculativeConfig:
             raise InvalidInput('speculative_config must be an object such as {"model": "ngram"}.')
         return _from_keys(dict(value))
 
-    def over(self, draft: str | None, policy: str | Policy) -> SpeculativeConfig:
+    def over(self, draft: str | None, policy: str | Policy | None) -> SpeculativeConfig:
         """Fill what it leaves open from `LLM`'s own arguments."""
-        own_policy = policy if self.policy == "dsde" else self.policy
-        return replace(self, draft=self.draft or draft, policy=own_policy)
+        return replace(self, draft=self.draft or draft, policy=self.policy or policy)
 
 
 def _from_keys(keys: dict[str, Any]) -> SpeculativeConfig:

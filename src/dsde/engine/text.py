@@ -24,8 +24,9 @@ class TextState:
         self.text += added
         if not (may_stop and self._stop and added):
             return None
-        window = max(0, len(self.text) - len(added) - self._num_held)
-        found = [(place, s) for s in self._stop if (place := self.text.find(s, window)) >= 0]
+        before = len(self.text) - len(added)
+        # Only what the token completes: a stop string that went by before it might stop does not count later.
+        found = [(place, s) for s in self._stop if (place := self.text.find(s, max(0, before - len(s) + 1))) >= 0]
         if not found:
             return None
         place, stop = min(found)

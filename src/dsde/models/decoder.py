@@ -46,6 +46,8 @@ class Decoder:
     layers: Sequence[Layer]
     norm: RMSNorm
     head: Linear
+    head_tokens: torch.Tensor | None = None
+    """tokens that the rows of the head stand for, where a draft's vocabulary is trimmed; None: all, in order"""
 
     @property
     def device(self) -> torch.device:
@@ -80,5 +82,9 @@ class Decoder:
                 return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
             hidden = hidden.index_select(0, rows)
         logits = self.head(self.norm(hidden)).float()
-        cap = self.config.final_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        if self.config.final_softcap is not None:
+            logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
+        if self.head_tokens is None:
+            return logits
+        full = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return full.index_copy_(1, self.head_tokens, logits)

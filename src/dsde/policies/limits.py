@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from dsde.core.errors import InvalidInput
+from dsde.core.params import LONGEST_DRAFT as LONGEST
 
-LONGEST = 128
-"""most tokens any policy may be configured to draft in one step"""
+__all__ = ["LONGEST", "check_choice", "check_whole"]
 
 
 def check_whole(field: str, value: object, low: int, high: int) -> None:

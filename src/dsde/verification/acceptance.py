@@ -150,14 +150,16 @@ def _emit_residual(
     chosen: IntArray,
 ) -> NDArray[np.int64]:
     """The token after the accepted ones: from p where everything stood, from (p - q)+ where something fell."""
-    weights = probs.at(starts[chosen] + counts[chosen]).clone()
-    for row, owner in enumerate(chosen):
-        if counts[owner] < proposals.lengths[owner]:
-            step = proposals.steps[counts[owner]]
-            q = _draft_rows(step).at(_ranks(step, np.array([owner])))[0]
-            residual = (weights[row] - q).clamp_(min=0.0)
-            # Rounding can leave nothing of p - q where p and q are equal; p is then right by continuity.
-            weights[row] = torch.where(residual.sum() > 0, residual, weights[row])
+    weights = probs.at(starts[chosen] + counts[chosen])
+    for depth, step in enumerate(proposals.steps):
+        rows = np.flatnonzero((counts[chosen] == depth) & (proposals.lengths[chosen] > depth))
+        if len(rows) == 0:
+            continue
+        q = _draft_rows(step).at(_ranks(step, chosen[rows]))
+        residual = (weights[rows] - q).clamp_(min=0.0)
+        # Rounding can leave nothing of p - q where p and q are equal; p is then right by continuity.
+        nothing_left = (residual.sum(-1, keepdim=True) == 0).float()
+        weights[rows] = residual + nothing_left * weights[rows]
     u = keyed_uniforms(sequences, chosen, counts[chosen], Purpose.EMIT)
     return invert(weights, u).cpu().numpy()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from training.sampling import Corpus
 Curve = list[dict[str, float]]
 _CHUNK = 8192
 """positions whose scores over the vocabulary are held at once"""
+_PADDING = 64
+"""texts are padded to multiples of this"""
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class Texts:
         self.hidden = corpus.hidden
 
     def batch(self, indices: list[int]) -> Batch:
-        width = -(-int(self.lengths[indices].max()) // 64) * 64
+        width = max(map(self._width, indices))
         tokens = np.zeros((len(indices), width), dtype=np.int64)
         places, states = [], []
         for row, i in enumerate(indices):
@@ -63,16 +66,20 @@ class Texts:
         return Batch(*map(torch.from_numpy, parts))
 
     def batches(self, indices: list[int], batch_tokens: int, rng: random.Random) -> Iterator[Batch]:
-        """One pass over the texts, grouped by length, groups in random order."""
-        order = sorted(indices, key=lambda i: self.lengths[i] + rng.uniform(0, 32))
-        groups, group = [], []
-        for i in order:
-            if group and (len(group) + 1) * self.lengths[i] > batch_tokens:
-                groups.append(group)
-                group = []
-            group.append(i)
-        rng.shuffle(groups := [*groups, group])
+        """One pass over the texts in random order. Few shapes, so that the device's memory is laid out only once."""
+        by_width: dict[int, list[int]] = defaultdict(list)
+        for i in indices:
+            by_width[self._width(i)].append(i)
+        groups = []
+        for width, members in by_width.items():
+            rng.shuffle(members)
+            rows = max(1, batch_tokens // width)
+            groups += [members[start : start + rows] for start in range(0, len(members), rows)]
+        rng.shuffle(groups)
         yield from map(self.batch, groups)
+
+    def _width(self, index: int) -> int:
+        return -(-int(self.lengths[index]) // _PADDING) * _PADDING
 
 
 def frequent_tokens(corpus: Corpus, vocab_size: int, always: list[int]) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ token included. Prompt lookup is measured on the same greedy answers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,18 +32,18 @@ from training.prompts import Prompt, encode
 from training.sampling import Request, Sampler
 
 CATEGORIES = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
-LENGTHS = (2, 4, 8)
+LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+SHOWN = (2, 4, 8)
 Table = dict[str, dict[str, float]]
 
 
 @dataclass(slots=True)
 class Answer:
-    """What the target said to one turn, and the hidden states it chose from."""
+    """What the target said to one turn."""
 
     category: str
     prompt: list[int]
     tokens: list[int]
-    hidden: Tensor
 
 
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, list[str]]]:
@@ -69,32 +69,25 @@ def answer(
                 chats[index].append(("user", turns[turn]))
                 requests.append(Request(encode(tokenizer, Prompt("", tuple(chats[index]))), temperature, str(index)))
         corpus = sampler.run(requests, 16, lambda message: None)
-        states = corpus.hidden.split([len(tokens) for tokens in corpus.completions])
-        for tag, prompt, tokens, hidden in zip(corpus.tags, corpus.prompts, corpus.completions, states, strict=True):
+        for tag, prompt, tokens in zip(corpus.tags, corpus.prompts, corpus.completions, strict=True):
             chats[int(tag)].append(("assistant", tokenizer.decode(tokens)))
-            answers.append(Answer(questions[int(tag)][0], prompt, tokens, hidden))
+            answers.append(Answer(questions[int(tag)][0], prompt, tokens))
     return answers
 
 
 @torch.inference_mode()
-def draft_hidden(draft: Llama, item: Answer) -> Tensor:
-    tokens = torch.tensor([item.prompt + item.tokens], device=draft.embedding.device)
-    return draft(tokens)[0, len(item.prompt) - 1 : -1]
+def hidden_states(model: Llama, item: Answer) -> Tensor:
+    """Of the tokens before each one that was written."""
+    tokens = torch.tensor([item.prompt + item.tokens], device=model.embedding.device)
+    return model(tokens)[0, len(item.prompt) - 1 : -1]
 
 
 @torch.inference_mode()
-def greedy_matches(hidden: Tensor, rows: Tensor, vocab: Tensor, tokens: list[int]) -> list[bool]:
-    guesses = vocab[logits(hidden, rows).argmax(-1).cpu()]
-    return (guesses == torch.tensor(tokens)).tolist()
-
-
-@torch.inference_mode()
-def overlaps(
-    hidden: Tensor, item: Answer, rows: Tensor, vocab: Tensor, target: Llama, temperature: float
-) -> list[float]:
-    p = (logits(item.hidden, target.embedding) / temperature).softmax(-1)[:, vocab.to(rows.device)]
-    q = (logits(hidden, rows) / temperature).softmax(-1)
-    return torch.minimum(p, q).sum(-1).tolist()
+def overlap(draft: Llama, target: Llama, rows: Tensor, vocab: Tensor, item: Answer, temperature: float) -> float:
+    """Sum over the answer's tokens of the probability that a token drafted in their place is accepted."""
+    p = (logits(hidden_states(target, item), target.embedding) / temperature).softmax(-1)
+    q = (logits(hidden_states(draft, item), rows) / temperature).softmax(-1)
+    return float(torch.minimum(p[:, vocab.to(rows.device)], q).sum())
 
 
 def count_steps(num_tokens: int, accepted_at: Callable[[int], int]) -> int:
@@ -114,10 +107,11 @@ def run_length(matches: list[bool], start: int, longest: int) -> int:
 def lookup_steps(item: Answer, length: int) -> tuple[int, int, int]:
     """Steps, drafted and accepted tokens of prompt lookup."""
     drafter, drafted, accepted = NgramDrafter(), 0, 0
+    text = SimpleNamespace(tokens=[], draft_state=None)
 
     def accepted_at(i: int) -> int:
         nonlocal drafted, accepted
-        text = SimpleNamespace(tokens=item.prompt + item.tokens[:i])
+        text.tokens = item.prompt + item.tokens[:i]
         proposal = drafter.propose([text], np.array([length])).tokens[0].tolist()
         following = item.tokens[i : i + len(proposal)]
         right = [guess == token for guess, token in zip(proposal, following, strict=False)]
@@ -137,17 +131,18 @@ def by_category(answers: Iterable[Answer], measures: Iterable[dict[str, float]])
             table[name]["tokens"] += len(item.tokens)
             for key, value in measure.items():
                 table[name][key] += value
-    return {name: dict(row) for name, row in table.items() if row}
+    return {name: dict(row) for name, row in table.items() if row.get("tokens")}
 
 
+@torch.inference_mode()
 def measure_greedy(draft: Llama, target: Llama, vocab: Tensor, sizes: list[int], answers: list[Answer]) -> Table:
-    """Greedy acceptance at every size of the head, and emitted tokens per step at the full one."""
-    measures = []
+    """Greedy acceptance and emitted tokens per step at every size of the head: a smaller one has the first rows."""
+    rows, measures = target.embedding[vocab.to(target.embedding.device)], []
     for item in answers:
-        hidden, measure = draft_hidden(draft, item), {}
+        scores, measure = logits(hidden_states(draft, item), rows), {}
         for size in sizes:
-            part = vocab[:size]
-            matches = greedy_matches(hidden, target.embedding[part.to(hidden.device)], part, item.tokens)
+            guesses = vocab[scores[:, :size].argmax(-1).cpu()]
+            matches = (guesses == torch.tensor(item.tokens)).tolist()
             measure[f"acceptance@{size}"] = sum(matches)
             for length in LENGTHS:
                 steps = count_steps(len(matches), lambda i, m=matches, k=length: run_length(m, i, k))
@@ -168,9 +163,21 @@ def measure_lookup(answers: list[Answer], length: int) -> Table:
     return table
 
 
+def some_of_each(answers: list[Answer], limit: int | None) -> list[Answer]:
+    """Up to `limit` answers of every category, spread evenly: answers come in the order in which they ended."""
+    taken: dict[str, list[Answer]] = defaultdict(list)
+    for item in answers:
+        taken[item.category].append(item)
+    if limit is None:
+        return answers
+    return [
+        items[i] for items in taken.values() for i in np.linspace(0, len(items) - 1, min(limit, len(items)), dtype=int)
+    ]
+
+
 def measure_overlap(draft: Llama, target: Llama, vocab: Tensor, answers: list[Answer], temperature: float) -> Table:
     rows = target.embedding[vocab.to(target.embedding.device)]
-    sums = [sum(overlaps(draft_hidden(draft, item), item, rows, vocab, target, temperature)) for item in answers]
+    sums = [overlap(draft, target, rows, vocab, item, temperature) for item in answers]
     return _rates(by_category(answers, [{"acceptance": value} for value in sums]))
 
 
@@ -187,52 +194,73 @@ def _rates(table: Table) -> Table:
 
 def markdown(result: dict[str, Table], size: int) -> str:
     """The table of the model card, for one size of the head."""
-    head = ["category", "greedy", *(f"SL {k}" for k in LENGTHS), "T = 0.7", "T = 1", "prompt lookup", "SL 4"]
+    head = ["category", "greedy", *(f"SL {k}" for k in SHOWN), "T = 0.7", "T = 1", "prompt lookup", "SL 4"]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for name, row in result["greedy"].items():
         lookup = result["lookup"][name]
-        cells = [row[f"acceptance@{size}"], *(row[f"emitted@{size}/{k}"] for k in LENGTHS)]
-        cells += [result["0.7"][name]["acceptance"], result["1.0"][name]["acceptance"]]
+        cells = [row[f"acceptance@{size}"], *(row[f"emitted@{size}/{k}"] for k in SHOWN)]
+        cells += [result[heat].get(name, {}).get("acceptance", float("nan")) for heat in ("0.7", "1.0")]
         cells += [lookup["acceptance"], lookup["emitted"]]
         lines.append(f"| {name} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
     return "\n".join(lines)
 
 
+def read_answers(
+    args: argparse.Namespace, target: Llama, tokenizer: Tokenizer, eos: list[int]
+) -> dict[str, list[Answer]]:
+    """The target's answers by temperature, from a file where there is one."""
+    if args.answers and args.answers.exists():
+        saved = json.loads(args.answers.read_text("utf-8"))
+        answers = {heat: [Answer(**item) for item in items] for heat, items in saved.items()}
+        for item in itertools.chain(*answers.values()):
+            item.tokens = item.tokens[: args.max_new]
+        return answers
+    questions = read_questions(args.questions, args.limit)
+    sampler = Sampler(target, args.slots, args.context, args.max_new, eos, seed=0, keep_hidden=False)
+    answers = {heat: answer(sampler, tokenizer, questions, float(heat)) for heat in ("0.0", "0.7", "1.0")}
+    if args.answers:
+        text = json.dumps({heat: [asdict(item) for item in items] for heat, items in answers.items()})
+        args.answers.write_text(text, "utf-8")
+    return answers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draft", type=Path, required=True, nargs="+", help="folders of drafts")
-    parser.add_argument("--questions", type=Path, required=True, help="Spec-Bench's questions, JSON lines")
+    parser.add_argument("--questions", type=Path, help="Spec-Bench's questions, JSON lines")
     parser.add_argument("--target", type=Path, help="GGUF file (default: the embedded target)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--limit", type=int, help="questions per category (default: all)")
+    parser.add_argument("--limit-sampled", type=int, help="answers per category at the temperatures (default: all)")
     parser.add_argument("--max-new", type=int, default=256)
     parser.add_argument("--context", type=int, default=2304)
     parser.add_argument("--slots", type=int, default=480)
     parser.add_argument(
         "--sizes", type=int, nargs="*", default=[2048, 4096, 8192, 12288, 16384], help="sizes of the head"
     )
+    parser.add_argument("--answers", type=Path, help="file to keep the target's answers in; read where it exists")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     args = parser.parse_args()
     device = torch.device(args.device)
     target, tokenizer, config = load_target(args.target or ensure_embedded_target(), torch.float32, device)
-    questions = read_questions(args.questions, args.limit)
-    started = time.perf_counter()
-    eos = [config["eos_token_id"]]
-    sampler = Sampler(target, args.slots, args.context, args.max_new, eos, seed=0, keep_hidden=True)
-    answers = {heat: answer(sampler, tokenizer, questions, heat) for heat in (0.0, 0.7, 1.0)}
-    del sampler
-    print(f"answered in {time.perf_counter() - started:.0f} s", flush=True)
-    lookup = measure_lookup(answers[0.0], 4)
-    results = {}
+    answers = read_answers(args, target, tokenizer, [config["eos_token_id"]])
+    results: dict[str, dict[str, Table]] = {}
     for folder in args.draft:
         draft, vocab = read_draft(folder, target.embedding)
         sizes = sorted({*(size for size in args.sizes if size < len(vocab)), len(vocab)})
-        result = {"greedy": measure_greedy(draft, target, vocab, sizes, answers[0.0]), "lookup": lookup}
-        for heat in (0.7, 1.0):
-            result[str(heat)] = measure_overlap(draft, target, vocab, answers[heat], heat)
-        results[str(folder)] = result
+        result = {"greedy": measure_greedy(draft, target, vocab, sizes, answers["0.0"])}
         rates = {size: round(result["greedy"]["all"][f"acceptance@{size}"], 4) for size in sizes}
-        print(f"\n{folder}: greedy acceptance by size of the head: {rates}\n{markdown(result, len(vocab))}", flush=True)
+        print(f"{folder}: greedy acceptance by size of the head: {rates}", flush=True)
+        for heat in ("0.7", "1.0"):
+            result[heat] = measure_overlap(
+                draft, target, vocab, some_of_each(answers[heat], args.limit_sampled), float(heat)
+            )
+        results[str(folder)] = result
+    lookup = measure_lookup(answers["0.0"], 4)
+    for folder, result in results.items():
+        result["lookup"] = lookup
+        size = max(int(key.partition("@")[2]) for key in result["greedy"]["all"] if key.startswith("acceptance"))
+        print(f"\n{folder}, head of {size}\n{markdown(result, size)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 

@@ -35,6 +35,15 @@ def log(message: str) -> None:
     print(f"[{time.perf_counter() - _STARTED:6.1f} s] {message}", flush=True)
 
 
+def read_prompts(args: argparse.Namespace) -> list[source.Prompt]:
+    if args.prompt_cache and args.prompt_cache.exists():
+        return source.load_prompts(args.prompt_cache)
+    prompts = source.build_prompts(args.prompts, args.sharegpt, args.exclude, seed=0)
+    if args.prompt_cache:
+        source.save_prompts(prompts, args.prompt_cache)
+    return prompts
+
+
 def make_corpus(
     target: Llama, tokenizer: Tokenizer, eos: list[int], prompts: list[source.Prompt], config: SamplingConfig
 ) -> Corpus:
@@ -96,7 +105,12 @@ def train(target: Llama, config_json: dict[str, Any], corpus: Corpus, config: Dr
     log(f"coverage by vocabulary: {covered}")
     run = Distillation(target, Texts(corpus), vocab[: config.vocab], config)
     curve = run.run(log)
-    about = {"target": "SmolLM2-135M-Instruct", "training": asdict(config)}
+    about = {
+        "target": "SmolLM2-135M-Instruct",
+        "embedding": "the target's, as head too: row i scores the i-th token of draft_vocab",
+        "vocab_size": config.vocab,
+        "training": asdict(config),
+    }
     write_draft(out, run.draft, vocab[: config.vocab], config_json, about)
     figures = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -119,7 +133,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, help="GGUF file (default: the embedded target)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="folder for the draft; without it only the corpus is made")
-    parser.add_argument("--max-prompts", type=int, help="take only so many prompts (for a trial run)")
+    parser.add_argument("--prompt-cache", type=Path, help="file (.xz) to keep the prompts in; read where it exists")
     parser.add_argument("--sampling", type=json.loads, default={}, help="changes to SamplingConfig, JSON")
     parser.add_argument("--draft", type=json.loads, default={}, help="changes to DraftConfig, JSON")
     args = parser.parse_args()
@@ -130,9 +144,9 @@ def main() -> None:
     if args.corpus and args.corpus.exists():
         corpus = load_corpus(args.corpus, device)
     else:
-        prompts = source.build_prompts(args.prompts, args.sharegpt, args.exclude, seed=0)[: args.max_prompts]
-        log(f"{len(prompts)} prompts from files and templates")
         sampling = _changed(SamplingConfig(), args.sampling)
+        prompts = read_prompts(args)[: sampling.num_prompts]
+        log(f"{len(prompts)} prompts from files and templates")
         corpus = make_corpus(target, tokenizer, [config_json["eos_token_id"]], prompts, sampling)
         if args.corpus:
             save_corpus(corpus, args.corpus)

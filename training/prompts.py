@@ -7,6 +7,7 @@ text to go on with. Prompts that share a passage with a file kept for measuring 
 from __future__ import annotations
 
 import json
+import lzma
 import multiprocessing
 import os
 import random
@@ -64,6 +65,17 @@ def build_prompts(folder: Path, sharegpt: Path | None, excluded: Iterable[Path],
     kept = [prompt for prompt in prompts if known.isdisjoint(_windows([prompt.words()]))]
     rng.shuffle(kept)
     return kept
+
+
+def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
+    with lzma.open(path, "wt", encoding="utf-8", preset=1) as out:
+        json.dump([(prompt.tag, prompt.messages, prompt.text) for prompt in prompts], out)
+
+
+def load_prompts(path: Path) -> list[Prompt]:
+    with lzma.open(path, "rt", encoding="utf-8") as saved:
+        rows = json.load(saved)
+    return [Prompt(tag, tuple((role, content) for role, content in messages), text) for tag, messages, text in rows]
 
 
 def ask_requests(tokenizer: Tokenizer, count: int, seed: int) -> list[Request]:

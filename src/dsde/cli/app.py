@@ -62,7 +62,8 @@ def generate(
         str | None, typer.Option(help="Hub id, folder or GGUF file. Default: the embedded model.")
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(help='As target; or "ngram", "none", "skip:12-15", "noise:0.1", "round:4".')
+        str | None,
+        typer.Option(help='As target; or "embedded", "ngram", "none", "skip:12-15", "noise:0.1", "round:4".'),
     ] = None,
     policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = "dsde",
     speculative_config: Annotated[

@@ -29,17 +29,14 @@ from dsde.sampling import Sampler
 Prompt = str | Seq[int] | dict[str, Any]
 Message = dict[str, Any]
 
-EMBEDDED_DRAFT = "skip:12-15"
-"""Draft of the embedded target as long as no trained one exists: the target with these layers left out."""
-
 
 class LLM:
     """A target, a draft and a policy, ready to generate.
 
-    `target` and `draft` are a hub id, a folder or a GGUF file. `draft` may also be "ngram" (prompt lookup), "none", or
-    a draft made from the target: "skip:12-15" (layers left out), "noise:0.1", "round:4". Without a target the embedded
-    pair is used; a target without a draft does not speculate. `policy` is a name as in `dsde policies` or a
-    `Policy` of your own.
+    `target` and `draft` are a hub id, a folder or a GGUF file. `draft` may also be "embedded" (trained for the embedded
+    target), "ngram" (prompt lookup), "none", or made from the target: "skip:12-15" (layers left out), "noise:0.1",
+    "round:4". Without a target the embedded pair is used; a target without a draft does not speculate. `policy` is a
+    name as in `dsde policies` or a `Policy` of your own.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class LLM:
         self._wanted = SpeculativeConfig.parse(speculative_config).over(draft, policy)
         chosen = _policy(self._wanted.policy or "dsde")
         self._target = load_model(target, _dtype(dtype), _device(device), progress=_report)
-        self.draft = self._wanted.draft or (EMBEDDED_DRAFT if target is None else "none")
+        self.draft = self._wanted.draft or ("embedded" if target is None else "none")
         is_model = self.draft not in ("none", "ngram")
         self._draft_model = load_draft(self.draft, self._target).model if is_model else None
         self._start(chosen)

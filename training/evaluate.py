@@ -178,7 +178,10 @@ def some_of_each(answers: list[Answer], limit: int | None) -> list[Answer]:
 def measure_overlap(draft: Llama, target: Llama, vocab: Tensor, answers: list[Answer], temperature: float) -> Table:
     rows = target.embedding[vocab.to(target.embedding.device)]
     sums = [overlap(draft, target, rows, vocab, item, temperature) for item in answers]
-    return _rates(by_category(answers, [{"acceptance": value} for value in sums]))
+    table = _rates(by_category(answers, [{"acceptance": value} for value in sums]))
+    for name, row in table.items():
+        row["answers"] = sum(name in (item.category, "all") for item in answers)
+    return table
 
 
 def _rates(table: Table) -> Table:

@@ -22,6 +22,7 @@ install: .venv/.ready-dev         ## set up .venv with everything, development t
 bench: .venv/.ready-dev           ## measure on this machine what the README says
 	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/speculation.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

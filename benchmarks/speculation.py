@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,8 @@ def main() -> None:
 
     totals: dict[str, dict[str, Tally]] = {}
     prompts = read_prompts(options.prompts, options.per_category)
-    for category, text in prompts:
+    for number, (category, text) in enumerate(prompts, start=1):
+        print(f"prompt {number} of {len(prompts)}", end="\r", file=sys.stderr, flush=True)
         prompt = base.chat_prompt([{"role": "user", "content": text}])
         best = measure(base, names, prompt, params, options.rounds)
         for key in (category, "all"):

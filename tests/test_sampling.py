@@ -132,15 +132,17 @@ def test_divergence(rows: int) -> None:
     p = torch.softmax(target.double(), -1)
     q = torch.softmax(draft.double(), -1)
     expected = (p * (p.clamp(min=1e-8).log() - q.clamp(min=1e-8).log())).sum(-1)
-    torch.testing.assert_close(kl_divergence(target, draft).double(), expected, atol=1e-5, rtol=1e-4)
-    assert torch.equal(kl_divergence(target, target), torch.zeros(rows))
+    torch.testing.assert_close(
+        kl_divergence(target, torch.arange(rows), draft).double(), expected, atol=1e-5, rtol=1e-4
+    )
+    assert torch.equal(kl_divergence(target, torch.arange(rows), target), torch.zeros(rows))
 
 
 def test_divergence_is_clamped() -> None:
     target, draft = torch.full((1, 10), -100.0), torch.full((1, 10), -100.0)
     target[0, 3], draft[0, 4] = 100.0, 100.0
     expected = torch.tensor([18.420681])
-    torch.testing.assert_close(kl_divergence(target, draft), expected)
+    torch.testing.assert_close(kl_divergence(target, torch.tensor([0]), draft), expected)
     torch.testing.assert_close(point_mass_divergence(target, torch.tensor([4])), expected)
     torch.testing.assert_close(point_mass_divergence(target, torch.tensor([3])), torch.zeros(1))
 

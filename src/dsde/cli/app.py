@@ -45,6 +45,9 @@ def _common(
 def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
     num_prompts: Annotated[int, typer.Option(min=1, max=8, help="How many of the eight prompts to use.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=8, help="Prompts at a time; on a CPU speculation pays only for few.")
+    ] = 1,
 ) -> None:
     """Generate the same text without speculation, with a fixed length and with DSDE, and compare.
 
@@ -52,7 +55,7 @@ def demo(
     """
     from dsde.cli.demo import run_demo
 
-    run_demo(max_tokens, num_prompts)
+    run_demo(max_tokens, num_prompts, batch_size)
 
 
 @app.command()

@@ -25,7 +25,7 @@ PROMPTS = [
     "Give me a simple recipe for pancakes.",
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
 ]
-MODES = ["off", "static:4", "dsde"]
+MODES = ["off", "static:3", "dsde"]
 _NUM_STEPS_SHOWN = 16
 
 
@@ -43,10 +43,10 @@ class ModeResult:
         return sum(getattr(output.metrics, name) for output in self.outputs)
 
 
-def run_demo(max_tokens: int, num_prompts: int) -> None:
+def run_demo(max_tokens: int, num_prompts: int, batch_size: int) -> None:
     console = Console()
     with console.status("loading the embedded models"):
-        llm = LLM(policy="off")
+        llm = LLM(policy="off", max_num_seqs=batch_size)
     console.print(
         f"[bold]target[/] {llm.target}, 30 layers   [bold]draft[/] 4 layers trained for it\n", highlight=False
     )
@@ -83,19 +83,13 @@ def _run_mode(llm: LLM, policy: str, prompts: list[list[int]], params: SamplingP
 
 def _modes_table(results: list[ModeResult]) -> Table:
     table = Table(
-        title="what it took (steps: target passes; rate: accepted of drafted)", title_justify="left", box=SIMPLE_HEAD
+        title="what it took (steps: target passes; rate: accepted of drafted)",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
     )
-    for heading in (
-        "policy",
-        "tokens",
-        "target steps",
-        "tokens a step",
-        "drafted",
-        "accepted",
-        "tokens/s",
-        "against off",
-    ):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for heading in ("policy", "tokens", "steps", "per step", "drafted", "accepted", "rate", "tokens/s", "vs off"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     baseline = results[0].total("num_emitted_tokens") / results[0].seconds
     for result in results:
         emitted, steps = result.total("num_emitted_tokens"), result.total("num_steps")
@@ -117,9 +111,9 @@ def _modes_table(results: list[ModeResult]) -> Table:
 
 def _steps_table(trace: list[StepRecord]) -> Table:
     title = f"dsde, first prompt: the first {_NUM_STEPS_SHOWN} of {len(trace)} steps"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for heading in ("step", "mean KLD", "SF", "WVIR", "predicted", "cap", "drafted", "accepted", "ms"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for record in trace[:_NUM_STEPS_SHOWN]:
         kld = sum(record.klds) / len(record.klds) if record.klds else None
         table.add_row(
@@ -137,4 +131,4 @@ def _steps_table(trace: list[StepRecord]) -> Table:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0e}"

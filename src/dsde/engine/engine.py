@@ -65,6 +65,9 @@ class Engine:
                 f"got {max_model_len}."
             )
         eos = set(target.config.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
+        # A name of its own: a function that held the engine would keep its caches alive until a garbage collection.
+        requests: dict[str, Request] = {}
+        self.requests = requests
         self.config = config
         self.policy = policy
         self.drafter = drafter
@@ -75,13 +78,12 @@ class Engine:
             BlockPool(num_blocks),
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            may_share=lambda s: not self.requests[s.request_id].wants_prompt_logprobs,
+            may_share=lambda s: not requests[s.request_id].wants_prompt_logprobs,
         )
         self.planner = Planner(policy, self.scheduler, drafter is not None, self.metrics)
         self.target = TargetRunner(target, num_blocks)
         if drafter is not None:
             drafter.allocate(num_blocks)
-        self.requests: dict[str, Request] = {}
         self._free_slots: list[int] = []
         self._num_slots = 0
 

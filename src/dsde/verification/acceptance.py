@@ -172,7 +172,7 @@ def _divergences(logits: torch.Tensor, proposals: Proposals, starts: IntArray) -
     if proposals.sampled:
         for depth, step in enumerate(proposals.steps):
             rows = torch.from_numpy(starts[step.owners] + depth).to(logits.device)
-            grid[step.owners, depth] = kl_divergence(logits[rows], step.logits).cpu().numpy()
+            grid[step.owners, depth] = kl_divergence(logits, rows, step.logits).cpu().numpy()
     elif valid.any():
         index = (starts[:, None] + np.arange(grid.shape[1]))[valid]
         tokens = proposals.tokens[torch.from_numpy(valid).to(proposals.tokens.device)]

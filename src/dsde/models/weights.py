@@ -7,7 +7,6 @@ tensors to `build_model` under the same names.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dsde.core.errors import ModelError
-from dsde.models.config import ModelConfig, token_ids
+from dsde.models.config import ModelConfig
 from dsde.models.decoder import Decoder, Layer
 from dsde.models.gemma import GemmaLayer
 from dsde.models.layers import GatedMLP, RMSNorm, Rotary, SelfAttention, gelu_tanh
@@ -26,18 +25,6 @@ from dsde.models.llama import LlamaLayer
 
 TRIMMED_VOCAB = "draft_vocab"
 """Names the tensor of token ids that a draft with a trimmed vocabulary can propose; its head shares the embedding."""
-
-
-def load_hf_folder(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
-    """A model from a folder with `config.json` and safetensors; dtype None: the one in the config."""
-    folder = Path(path)
-    config = ModelConfig.from_hf(_read_json(folder / "config.json"))
-    generation = folder / "generation_config.json"
-    if generation.exists():
-        # Chat models often name their end-of-turn token only there.
-        extra = token_ids(_read_json(generation).get("eos_token_id"))
-        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra))))
-    return build_model(config, load_safetensors(folder), dtype or config.dtype, device)
 
 
 def load_safetensors(folder: str | Path) -> dict[str, torch.Tensor]:

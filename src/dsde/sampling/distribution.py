@@ -27,7 +27,7 @@ class Rows:
     """[rows] index into sequences"""
     depths: IntArray
     """[rows] drafted tokens that precede the row's token"""
-    drafts: torch.Tensor | None
+    drafts: torch.Tensor
     """[sequences, K] drafted tokens; read only where a penalty needs them"""
 
 
@@ -67,7 +67,7 @@ def _edit(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if not flags.any():
         return logits
     logits = logits.clone()
-    drafts = rows.drafts.tolist() if rows.drafts is not None else [[]] * len(rows.sequences)
+    drafts = rows.drafts.tolist()
     for row in np.flatnonzero(flags[rows.owners]):
         owner = rows.owners[row]
         edit_row(logits[row], rows.sequences[owner], drafts[owner][: rows.depths[row]])

@@ -1,9 +1,41 @@
-"""Settings for every test: one thread, since a busy neighbour makes two of them collapse; no network."""
+"""Settings for every test: one thread, since a busy neighbour makes two of them collapse; no network; and where there
+is no CUDA device, Triton kernels that run in its interpreter.
+
+Which does not mean that they are used: a CPU engine goes the host's way unless a test says otherwise.
+"""
+
+from __future__ import annotations
 
 import os
+from importlib.util import find_spec
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
 torch.set_num_threads(1)
+
+
+def interpret_kernels() -> None:
+    """Let this process decorate kernels for the interpreter, and nobody else: neither `has_kernels` nor processes that
+    tests start may find the variable."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    from triton.runtime import interpreter
+
+    triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 takes int() of a one-element array for the bounds of an interpreted loop, which NumPy 2.4
+        refuses."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+if find_spec("triton") is not None and not torch.cuda.is_available():
+    interpret_kernels()

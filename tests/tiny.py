@@ -20,44 +20,55 @@ from dsde.sampling import Sampler
 DEVICE = torch.device("cpu")
 
 
-def tiny_tensors(vocab: int, seed: int, layers: int = 2, sharpness: float = 1.0) -> dict[str, torch.Tensor]:
+def tiny_tensors(
+    vocab: int, seed: int, layers: int = 2, sharpness: float = 1.0, width: int = 32
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
+    scale = (32 / width) ** 0.5
 
     def random(*shape: int, std: float) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * std
 
     tensors = {
-        "model.embed_tokens.weight": random(vocab, 32, std=1.0),
-        "model.norm.weight": torch.ones(32),
-        "lm_head.weight": random(vocab, 32, std=0.4 * sharpness),
+        "model.embed_tokens.weight": random(vocab, width, std=1.0),
+        "model.norm.weight": torch.ones(width),
+        "lm_head.weight": random(vocab, width, std=0.4 * sharpness * scale),
     }
     for i in range(layers):
         name = f"model.layers.{i}."
         for part, rows, columns in (
-            ("self_attn.q_proj", 32, 32),
-            ("self_attn.k_proj", 16, 32),
-            ("self_attn.v_proj", 16, 32),
-            ("self_attn.o_proj", 32, 32),
-            ("mlp.gate_proj", 48, 32),
-            ("mlp.up_proj", 48, 32),
-            ("mlp.down_proj", 32, 48),
+            ("self_attn.q_proj", width, width),
+            ("self_attn.k_proj", width // 2, width),
+            ("self_attn.v_proj", width // 2, width),
+            ("self_attn.o_proj", width, width),
+            ("mlp.gate_proj", width * 3 // 2, width),
+            ("mlp.up_proj", width * 3 // 2, width),
+            ("mlp.down_proj", width, width * 3 // 2),
         ):
-            tensors[f"{name}{part}.weight"] = random(rows, columns, std=0.3)
+            tensors[f"{name}{part}.weight"] = random(rows, columns, std=0.3 * scale)
         for part in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{name}{part}.weight"] = torch.ones(32)
+            tensors[f"{name}{part}.weight"] = torch.ones(width)
     return tensors
 
 
 def tiny_model(
-    vocab: int = 64, seed: int = 0, layers: int = 2, noise: float = 0.0, sharpness: float = 1.0, max_len: int = 512
+    vocab: int = 64,
+    seed: int = 0,
+    layers: int = 2,
+    noise: float = 0.0,
+    sharpness: float = 1.0,
+    max_len: int = 512,
+    width: int = 32,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = DEVICE,
 ) -> Decoder:
     """A random Llama. With `noise`, its weights are those of the same seed, disturbed: a draft for it."""
     config = ModelConfig.from_hf(
         {
             "model_type": "llama",
             "vocab_size": vocab,
-            "hidden_size": 32,
-            "intermediate_size": 48,
+            "hidden_size": width,
+            "intermediate_size": width * 3 // 2,
             "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -68,12 +79,12 @@ def tiny_model(
             "eos_token_id": None,
         }
     )
-    tensors = tiny_tensors(vocab, seed, layers, sharpness)
+    tensors = tiny_tensors(vocab, seed, layers, sharpness, width)
     generator = torch.Generator().manual_seed(seed + 1)
     for weight in tensors.values():
         if noise and weight.dim() == 2:
             weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
-    return build_model(config, tensors, torch.float32, DEVICE)
+    return build_model(config, tensors, dtype, device)
 
 
 def make_engine(target: Decoder, draft: Decoder | str | None, policy: str | Policy = "off", **settings: Any) -> Engine:
@@ -82,9 +93,9 @@ def make_engine(target: Decoder, draft: Decoder | str | None, policy: str | Poli
     sampler = Sampler()
     drafter: Drafter | None = None
     if draft == "ngram":
-        drafter = NgramDrafter(longest=3, shortest=1)
+        drafter = NgramDrafter(longest=3, shortest=1, device=target.device)
     elif isinstance(draft, Decoder):
-        drafter = ModelDrafter(draft, sampler, target.config.vocab_size, config.max_num_batched_tokens)
+        drafter = ModelDrafter(draft, sampler, target.config.vocab_size, config.tokens_per_pass(target.device))
     chosen = make_policy(policy) if isinstance(policy, str) else policy
     return Engine(target, drafter, chosen, None, sampler, config)
 

@@ -8,6 +8,8 @@ read, it reads a part of it in every step and does not draft yet.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -17,6 +19,24 @@ from dsde.drafting.proposals import DraftStep, IntArray, Proposals
 from dsde.models.batch import BLOCK_SIZE, KVCache, pack
 from dsde.models.decoder import Decoder
 from dsde.sampling import Rows, Sampler, distributions
+
+
+@dataclass(slots=True)
+class DraftShare:
+    """What each sequence gets of a draft step's work."""
+
+    lengths: IntArray
+    """[sequences] tokens to draft"""
+    chunks: IntArray
+    """[sequences] tokens to read first"""
+    order: IntArray
+    """the sequences that take part, those that draft farthest first"""
+
+    @property
+    def num_catch_up_tokens(self) -> IntArray:
+        """tokens read beyond the newest, without which nothing can be drafted anyway"""
+        counts: IntArray = self.chunks - (self.lengths > 0)
+        return counts
 
 
 class ModelDrafter:
@@ -34,15 +54,10 @@ class ModelDrafter:
         self.cache = self.model.new_cache(num_blocks)
 
     def propose(self, sequences: list[Sequence], lengths: IntArray) -> Proposals:
-        num_unread = np.array([s.num_tokens - s.num_draft_computed for s in sequences], dtype=np.int64)
-        lengths = np.minimum(lengths, self._rooms(sequences))
-        chunks = self._share_budget(num_unread, lengths)
-        lengths = np.where(chunks == num_unread, lengths, 0)
-        reading = np.flatnonzero(chunks)
-        if len(reading) == 0:
+        share = self.share(sequences, lengths)
+        lengths, chunks, order = share.lengths, share.chunks, share.order
+        if len(order) == 0:
             return Proposals.nothing(len(sequences), self.model.device)
-        # Longest first, so that those still drafting are a prefix; those that only read come last.
-        order = reading[np.argsort(-lengths[reading], kind="stable")]
         steps: list[DraftStep] = []
         tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.int64, device=self.model.device)
         logits = self._read(sequences, order, chunks, int((lengths > 0).sum()))
@@ -56,9 +71,28 @@ class ModelDrafter:
             dist = distributions(logits, rows)
             tokens[owners, depth] = self.sampler.draw(dist, rows, Purpose.DRAFT)
             steps.append(DraftStep(owners, logits, dist))
-        for i in order:
-            sequences[i].num_draft_computed += int(chunks[i]) + max(int(lengths[i]) - 1, 0)
-        return Proposals(tokens, lengths, steps, chunks - (lengths > 0))
+        self.settle(sequences, share)
+        return Proposals(tokens, lengths, steps, share.num_catch_up_tokens)
+
+    def share(self, sequences: list[Sequence], lengths: IntArray) -> DraftShare:
+        """Who reads how much and drafts how far in this step."""
+        num_tokens = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
+        num_unread = num_tokens - [s.num_draft_computed for s in sequences]
+        # No farther than the draft's own context.
+        rooms = self.model.config.max_position_embeddings + 1 - num_tokens
+        lengths = np.minimum(lengths, np.maximum(rooms, 0))
+        chunks = self._share_budget(num_unread, lengths)
+        lengths = np.where(chunks == num_unread, lengths, 0)
+        reading = np.flatnonzero(chunks)
+        # Longest first, so that those still drafting are a prefix; those that only read come last.
+        order = reading[np.argsort(-lengths[reading], kind="stable")]
+        return DraftShare(lengths, chunks, order)
+
+    def settle(self, sequences: list[Sequence], share: DraftShare) -> None:
+        """Note what the draft has read once a step is done."""
+        gains = share.chunks + np.maximum(share.lengths - 1, 0)
+        for i, gain in zip(share.order.tolist(), gains[share.order].tolist(), strict=True):
+            sequences[i].num_draft_computed += gain
 
     def _share_budget(self, num_unread: IntArray, lengths: IntArray) -> IntArray:
         """How much each sequence reads now. A backlog larger than the budget is spread over steps, as prompts are."""
@@ -66,11 +100,6 @@ class ModelDrafter:
         before = np.cumsum(wanted) - wanted
         chunks: IntArray = np.minimum(np.maximum(self.max_num_batched_tokens - before, 0), wanted)
         return chunks
-
-    def _rooms(self, sequences: list[Sequence]) -> IntArray:
-        """Tokens that can be drafted before the draft's own context ends."""
-        longest = self.model.config.max_position_embeddings
-        return np.array([max(0, longest - s.num_tokens + 1) for s in sequences], dtype=np.int64)
 
     def _read(self, sequences: list[Sequence], order: IntArray, chunks: IntArray, num_drafting: int) -> torch.Tensor:
         """Read what is new; returns logits for the first `num_drafting` sequences in `order`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from dsde.core.errors import InvalidInput
 
 
@@ -11,19 +13,29 @@ from dsde.core.errors import InvalidInput
 class EngineConfig:
     max_num_seqs: int = 256
     """sequences that run at once"""
-    max_num_batched_tokens: int = 512
-    """tokens one target pass reads, drafted ones aside; longer prompts are read in chunks"""
+    max_num_batched_tokens: int | None = None
+    """tokens one target pass reads, drafted ones aside; longer prompts are read in chunks; None: 512 on a CPU, 2048 on
+    a GPU"""
     max_model_len: int | None = None
     """longest sequence, prompt and output together; None: what the model and the KV memory allow"""
     kv_cache_bytes: int | None = None
     """KV memory of target and draft together; None: a quarter of the free memory, at most 2 GiB on a CPU"""
     seed: int = 0
     """for requests that bring none of their own"""
+    synthetic_acceptance: tuple[float, ...] | None = None
+    """for benchmarks on random weights: a drafted token stands with this probability, by its place in the draft, and
+    whatever the models say, so that the text is nobody's; None: lossless"""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise InvalidInput(f"{name} must be a whole number of at least 1, got {value!r}.")
+        rates = self.synthetic_acceptance
+        if rates is not None and not (rates and all(0 <= rate <= 1 for rate in rates)):
+            raise InvalidInput(f"synthetic_acceptance must hold probabilities, got {rates!r}.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidInput(f"seed must be a whole number, got {self.seed!r}.")
+
+    def tokens_per_pass(self, device: torch.device) -> int:
+        return self.max_num_batched_tokens or (2048 if device.type == "cuda" else 512)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ import torch
 from dsde.core.errors import InvalidInput
 from dsde.core.outputs import FinishReason, Logprob, RequestOutput, StreamChunk
 from dsde.core.params import SamplingParams
-from dsde.core.sequence import Sequence
-from dsde.drafting import Drafter, Proposals
+from dsde.core.sequence import Sequence, Status
+from dsde.drafting import Drafter
 from dsde.engine.block_pool import BlockPool
 from dsde.engine.config import EngineConfig
+from dsde.engine.executor import Executor, Flight, HostExecutor, Landing
 from dsde.engine.intake import Intake
 from dsde.engine.memory import count_blocks
 from dsde.engine.metrics import EngineMetrics
@@ -28,13 +30,14 @@ from dsde.engine.planning import LengthPlan, Planner
 from dsde.engine.request import Completion, Request
 from dsde.engine.scheduler import Schedule, Scheduler
 from dsde.engine.target import TargetRunner
-from dsde.engine.trace import Seconds, record_step
+from dsde.engine.trace import record_step
+from dsde.models import backend
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.decoder import Decoder
 from dsde.models.tokenizer import Tokenizer
 from dsde.policies import Policy
 from dsde.sampling import Sampler
-from dsde.verification import Verdict, top_logprobs, verify
+from dsde.verification import top_logprobs
 
 
 @dataclass(slots=True)
@@ -43,6 +46,28 @@ class StepOutput:
 
     chunks: list[StreamChunk] = field(default_factory=list)
     finished: list[RequestOutput] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    work: Schedule
+    plan: LengthPlan
+    scored: set[Sequence]
+    flight: Flight
+
+    @property
+    def decoded_by_policy(self) -> list[Sequence]:
+        return [self.work.decodes[row] for row in self.plan.rows]
+
+
+class _Emission(NamedTuple):
+    """What a step gave one completion."""
+
+    request: Request
+    completion: Completion
+    tokens: list[int]
+    drafted: int
+    accepted: int
 
 
 class Engine:
@@ -71,19 +96,22 @@ class Engine:
         self.config = config
         self.policy = policy
         self.drafter = drafter
-        self.sampler = sampler
         self.metrics = EngineMetrics()
         self.intake = Intake(tokenizer, target.config.vocab_size, sorted(eos), max_model_len, num_blocks, config.seed)
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             config.max_num_seqs,
-            config.max_num_batched_tokens,
+            config.tokens_per_pass(target.device),
             may_share=lambda s: not requests[s.request_id].wants_prompt_logprobs,
         )
         self.planner = Planner(policy, self.scheduler, drafter is not None, self.metrics)
         self.target = TargetRunner(target, num_blocks)
         if drafter is not None:
             drafter.allocate(num_blocks)
+        self.executor: Executor = _make_executor(self.target, drafter, sampler, config, max_model_len)
+        self._flight: _StepInFlight | None = None
+        self._num_traced = 0
+        """unfinished requests that want a trace"""
         self._free_slots: list[int] = []
         self._num_slots = 0
 
@@ -100,6 +128,7 @@ class Engine:
             raise InvalidInput(f"request_id {request.request_id!r} is in use by a request that has not finished.")
         if trace:
             request.metrics.trace = []
+            self._num_traced += 1
         self.requests[request.request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.sequence)
@@ -116,52 +145,83 @@ class Engine:
             if completion.finish_reason is None:
                 self._end(request, completion, "abort")
         self.metrics.num_aborted += 1
-        del self.requests[request_id]
+        self._drop(request)
         return request.output()
 
     def step(self) -> StepOutput:
-        """Advance every running request; does nothing where there is none."""
+        """Advance every running request; does nothing where there is none.
+
+        Where the executor is asynchronous the next step is on its way before this one is reported: the device works
+        while texts are made, and while the caller does whatever it does with them.
+        """
         if not self.has_work:
+            self._flight = None
             return StepOutput()
+        began = time.perf_counter()
         try:
             with torch.inference_mode():
-                return self._step()
+                flight = self._flight or self._launch()
+                self._flight = None
+                emissions = self._land(flight)
+                if not self.has_work:
+                    self.executor.reset()
+                elif self.executor.is_asynchronous:
+                    self._flight = self._launch()
+                output = self._report(emissions)
         except BaseException:
             # Interrupted, or out of memory: caches may hold less than the books say. Everybody starts again.
+            self._flight = None
+            self.executor.reset()
             self.scheduler.restart()
             raise
-
-    def _step(self) -> StepOutput:
-        times = [time.perf_counter()]
-
-        def lap() -> float:
-            times.append(time.perf_counter())
-            return times[-1] - times[-2]
-
-        work = self._schedule()
-        self.metrics.schedule_s += lap()
-        plan = self.planner.plan(work.decodes)
-        self.metrics.plan_s += lap()
-        proposals = self._draft(work.decodes, plan)
-        self.metrics.draft_s += (draft_s := lap())
-        judged, proposals, logits = self._read(work, proposals)
-        self.metrics.target_s += (target_s := lap())
-        verdict = verify(logits, judged, proposals, self.sampler, self._wants_klds(work.decodes))
-        self.metrics.accept_s += (accept_s := lap())
-        count = len(work.decodes)
-        drafted, accepted = proposals.lengths[:count], verdict.accepted[:count]
-        self.planner.observe(plan, drafted, accepted, verdict.klds, draft_s, target_s + accept_s)
-        self.metrics.plan_s += lap()
-        seconds = Seconds(draft_s, target_s + accept_s, times[-1] - times[0])
-        record_step(self.requests, self.metrics.num_steps, work.decodes, plan, drafted, verdict, seconds)
-        output = self._commit(work, judged, proposals, verdict, logits)
-        self.metrics.commit_s += lap()
-        self.metrics.step_s += times[-1] - times[0]
-        self.metrics.num_steps += 1
+        self.metrics.step_s += time.perf_counter() - began
         return output
 
+    def _launch(self) -> _StepInFlight:
+        """schedule -> plan -> draft -> verify, of which a device may still be doing the last two."""
+        times = [time.perf_counter()]
+        work = self._schedule()
+        times.append(time.perf_counter())
+        plan = self.planner.plan(work.decodes)
+        times.append(time.perf_counter())
+        scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
+        flight = self.executor.launch(work, plan.lengths, scored, self._wants_klds(work.decodes))
+        self._count_drafts(work.decodes, plan, flight)
+        self.metrics.schedule_s += times[1] - times[0]
+        self.metrics.plan_s += times[2] - times[1]
+        return _StepInFlight(work, plan, scored, flight)
+
+    def _land(self, step: _StepInFlight) -> list[_Emission]:
+        """observe -> commit: all that the next step builds on."""
+        landing = step.flight.land()
+        times = [time.perf_counter()]
+        seconds, verdict = landing.seconds, landing.verdict
+        count = len(step.work.decodes)
+        drafted, accepted = step.flight.drafted[:count], verdict.accepted[:count]
+        self.planner.observe(step.plan, drafted, accepted, verdict.klds, seconds.draft, seconds.verify)
+        times.append(time.perf_counter())
+        # Gone meanwhile, but observed again: its slot must not pass anything on.
+        gone = [s.status is Status.FINISHED for s in step.decoded_by_policy]
+        if any(gone):
+            self.policy.forget(step.plan.batch.slots[gone])
+        if step.scored:
+            self._score_prompts(step.work, step.scored, landing.prompt_logits)
+        if self._num_traced:
+            record_step(
+                self.requests, self.metrics.num_steps, step.work.decodes, step.plan, drafted, verdict, seconds
+            )
+        emissions = self._commit(step, landing)
+        times.append(time.perf_counter())
+        self.metrics.num_steps += 1
+        self.metrics.plan_s += times[1] - times[0]
+        self.metrics.commit_s += times[2] - times[1]
+        self.metrics.draft_s += seconds.draft
+        self.metrics.target_s += seconds.target
+        self.metrics.accept_s += seconds.accept
+        self.metrics.idle_s += seconds.idle
+        return emissions
+
     def _schedule(self) -> Schedule:
-        self.sampler.begin_step()
         work = self.scheduler.schedule()
         now = time.perf_counter()
         for sequence in work.preempted:
@@ -176,71 +236,66 @@ class Engine:
                 self.metrics.num_cached_prompt_tokens += sequence.num_computed
         return work
 
-    def _draft(self, decodes: list[Sequence], plan: LengthPlan) -> Proposals:
-        if self.drafter is None or not plan.lengths.any():
-            return Proposals.nothing(len(decodes), self.target.model.device)
-        proposals = self.drafter.propose(decodes, plan.lengths)
-        self.metrics.num_undrafted += int((proposals.lengths < plan.lengths).sum())
-        if proposals.num_catch_up_tokens is not None:
-            self.metrics.num_catch_up_tokens += int(proposals.num_catch_up_tokens.sum())
-            for sequence, count in zip(decodes, proposals.num_catch_up_tokens, strict=True):
-                self.requests[sequence.request_id].metrics.num_catch_up_tokens += int(count)
-        return proposals
-
-    def _read(self, work: Schedule, proposals: Proposals) -> tuple[list[Sequence], Proposals, torch.Tensor]:
-        """Run the target; returns the sequences that get tokens, what was drafted for them, and their logits."""
-        completed = [s for s, chunk in work.prefills if chunk == s.num_pending]
-        scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
-        logits, prompt_logits = self.target.run(work, proposals, scored)
-        if scored:
-            self._score_prompts(work, scored, prompt_logits)
-        return [*work.decodes, *completed], proposals.followed_by(len(completed)), logits
+    def _count_drafts(self, decodes: list[Sequence], plan: LengthPlan, flight: Flight) -> None:
+        if not plan.lengths.any():
+            return
+        self.metrics.num_undrafted += int((flight.drafted[: len(decodes)] < plan.lengths).sum())
+        if flight.num_catch_up_tokens is not None:
+            self.metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens.sum())
+            for i in np.flatnonzero(flight.num_catch_up_tokens):
+                metrics = self.requests[decodes[i].request_id].metrics
+                metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens[i])
 
     def _wants_klds(self, decodes: list[Sequence]) -> bool:
-        return self.planner.needs_klds or any(self.requests[s.request_id].metrics.trace is not None for s in decodes)
+        return self.planner.needs_klds or (
+            self._num_traced > 0 and any(self.requests[s.request_id].metrics.trace is not None for s in decodes)
+        )
 
-    def _commit(
-        self, work: Schedule, judged: list[Sequence], proposals: Proposals, verdict: Verdict, logits: torch.Tensor
-    ) -> StepOutput:
-        """Append what was emitted, roll back what was rejected, stream, finish."""
-        output = StepOutput()
-        for sequence, chunk in work.prefills:
-            if chunk < sequence.num_pending:
+    def _commit(self, step: _StepInFlight, landing: Landing) -> list[_Emission]:
+        """Append what was emitted, roll back what was rejected, finish. Requests that were aborted get nothing."""
+        for sequence, chunk in step.work.prefills:
+            if chunk < sequence.num_pending and sequence.status is not Status.FINISHED:
                 sequence.num_computed += chunk
+        emissions = []
         row = 0
-        for i, sequence in enumerate(judged):
-            drafted, accepted = int(proposals.lengths[i]), int(verdict.accepted[i])
+        verdict = landing.verdict
+        counts = zip(step.flight.drafted.tolist(), verdict.accepted.tolist(), strict=True)
+        for sequence, emitted, (drafted, accepted) in zip(step.flight.judged, verdict.emitted, counts, strict=True):
+            first_row, row = row, row + drafted + 1
+            if sequence.status is Status.FINISHED:
+                continue
             request = self.requests[sequence.request_id]
-            stood = sequence.num_tokens + accepted
-            sequence.num_steps += 1
             completion = request.completions[sequence.index]
-            kept = self._append(request, completion, verdict.emitted[i])
+            stood = len(sequence.tokens) + accepted
+            sequence.num_steps += 1
+            if request.metrics.first_token_s == 0.0:
+                request.metrics.first_token_s = time.perf_counter() - request.arrived
+            kept = completion.extend(emitted)
             # A completion may end before all accepted tokens are used.
-            sequence.num_computed = min(stood, sequence.num_tokens)
-            sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
+            sequence.num_computed = min(stood, len(sequence.tokens))
+            if sequence.num_draft_computed > sequence.num_computed:
+                sequence.num_draft_computed = sequence.num_computed
             if sequence.params.logprobs is not None:
-                rows = logits[row : row + len(kept)]
+                rows = landing.logits[first_row : first_row + len(kept)].float()
                 completion.logprobs += self._logprobs(rows, kept, sequence.params.logprobs)
-            row += drafted + 1
-            request.metrics.num_steps += 1
-            for metrics in (request.metrics, self.metrics):
-                metrics.count_step(drafted, accepted, len(kept))
             self.scheduler.settle(sequence)
             if completion.finish_reason is not None:
                 self._end(request, completion, completion.finish_reason)
-            output.chunks.append(request.chunk(completion, kept))
-            if request.finished:
+            emissions.append(_Emission(request, completion, kept, drafted, accepted))
+        return emissions
+
+    def _report(self, emissions: list[_Emission]) -> StepOutput:
+        """Count, stream, close: nothing that the next step waits for."""
+        output = StepOutput()
+        for emission in emissions:
+            request = emission.request
+            request.metrics.num_steps += 1
+            for metrics in (request.metrics, self.metrics):
+                metrics.count_step(emission.drafted, emission.accepted, len(emission.tokens))
+            output.chunks.append(request.chunk(emission.completion, emission.tokens))
+            if request.finished and request.request_id in self.requests:
                 output.finished.append(self._close(request))
         return output
-
-    def _append(self, request: Request, completion: Completion, emitted: list[int]) -> list[int]:
-        """Add tokens until one ends the completion; returns those added."""
-        if request.metrics.first_token_s == 0.0:
-            request.metrics.first_token_s = time.perf_counter() - request.arrived
-        for count, token in enumerate(emitted, start=1):
-            if completion.append(token):
-                return emitted[:count]
-        return emitted
 
     def _end(self, request: Request, completion: Completion, reason: FinishReason) -> None:
         completion.finish_reason = reason
@@ -254,9 +309,13 @@ class Engine:
         request.metrics.total_s = time.perf_counter() - request.arrived
 
     def _close(self, request: Request) -> RequestOutput:
-        del self.requests[request.request_id]
+        self._drop(request)
         self.metrics.num_finished += 1
         return request.output()
+
+    def _drop(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        self._num_traced -= request.metrics.trace is not None
 
     def _take_slot(self) -> int:
         if self._free_slots:
@@ -286,3 +345,14 @@ class Engine:
             count = request.params.prompt_logprobs or 0
             request.prompt_logprobs += self._logprobs(logits[row : row + len(following)], following, count)
             row += chunk
+
+
+def _make_executor(
+    target: TargetRunner, drafter: Drafter | None, sampler: Sampler, config: EngineConfig, max_model_len: int
+) -> Executor:
+    host = HostExecutor(target, drafter, sampler, config.synthetic_acceptance)
+    if not backend.has_kernels(target.model.device):
+        return host
+    from dsde.engine.device_executor import DeviceExecutor
+
+    return DeviceExecutor(host, config.max_num_seqs, max_model_len)

@@ -49,7 +49,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_num_seqs: int = EngineConfig.max_num_seqs,
-        max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
+        max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
         max_model_len: int | None = EngineConfig.max_model_len,
         kv_cache_bytes: int | None = EngineConfig.kv_cache_bytes,
         seed: int = EngineConfig.seed,
@@ -179,7 +179,7 @@ class LLM:
     def _drafter(self, sampler: Sampler) -> Drafter | None:
         target = self._target.model
         if self._draft_model is not None:
-            budget = self._config.max_num_batched_tokens
+            budget = self._config.tokens_per_pass(target.device)
             return ModelDrafter(self._draft_model, sampler, target.config.vocab_size, budget)
         if self.draft == "ngram":
             return NgramDrafter(self._wanted.prompt_lookup_max, self._wanted.prompt_lookup_min, target.device)

@@ -13,12 +13,18 @@ from dsde.models.decoder import Decoder
 
 _SHARE_OF_FREE_MEMORY = 0.25
 _MOST_ON_CPU = 2 << 30
+_SHARE_OF_GPU = 0.95
+_GRAPHS_AND_LIBRARIES = 1 << 29
+_LOGIT_ROWS = 2048
+"""Rows of logits that a step may have at hand: the target's, and the draft's until they are judged."""
 
 
 def count_blocks(target: Decoder, draft_bytes_per_block: int, config: EngineConfig) -> int:
     per_block = target.config.kv_bytes_per_token(target.dtype) * BLOCK_SIZE + draft_bytes_per_block
-    budget = config.kv_cache_bytes or _default_budget(target.device)
-    if budget < per_block:
+    budget = config.kv_cache_bytes or _default_budget(target, config)
+    if target.device.type == "cuda":
+        _check_gpu(target, config, budget, per_block)
+    elif budget < per_block:
         raise InvalidInput(
             f"kv_cache_bytes must be at least {per_block} (one block of {BLOCK_SIZE} tokens), got {budget}."
         )
@@ -28,9 +34,31 @@ def count_blocks(target: Decoder, draft_bytes_per_block: int, config: EngineConf
     return min(budget // per_block, useful)
 
 
-def _default_budget(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.9)
+def _default_budget(target: Decoder, config: EngineConfig) -> int:
+    if target.device.type == "cuda":
+        return max(0, _room_on_gpu(target, config))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(int(free * _SHARE_OF_FREE_MEMORY), _MOST_ON_CPU)
+
+
+def _room_on_gpu(target: Decoder, config: EngineConfig) -> int:
+    """What is free once the largest step has what it works with."""
+    free, _ = torch.cuda.mem_get_info(target.device)
+    # What torch has reserved and does not use can be given to the cache as well.
+    free += torch.cuda.memory_reserved(target.device) - torch.cuda.memory_allocated(target.device)
+    shape = target.config
+    activations = config.tokens_per_pass(target.device) * (8 * shape.hidden_size + 4 * shape.intermediate_size)
+    workspace = (activations + _LOGIT_ROWS * shape.vocab_size) * target.dtype.itemsize
+    return int(free * _SHARE_OF_GPU) - workspace - _GRAPHS_AND_LIBRARIES
+
+
+def _check_gpu(target: Decoder, config: EngineConfig, budget: int, per_block: int) -> None:
+    room = _room_on_gpu(target, config) if config.kv_cache_bytes else budget
+    if per_block <= budget <= room:
+        return
+    free, total = torch.cuda.mem_get_info(target.device)
+    fits = f"{room // per_block * BLOCK_SIZE} tokens (kv_cache_bytes={room})" if room >= per_block else "nothing"
+    raise InvalidInput(
+        f"The KV cache needs at least {max(config.kv_cache_bytes or 0, per_block) / 2**30:.2f} GiB, but of the GPU's "
+        f"{total / 2**30:.1f} GiB {free / 2**30:.1f} are free, some of which a step works with: {fits} would fit."
+    )

@@ -26,4 +26,6 @@ class EngineMetrics(SpeculationCounts):
     target_s: float = 0.0
     accept_s: float = 0.0
     commit_s: float = 0.0
+    idle_s: float = 0.0
+    """a device had nothing to do between two steps"""
     step_s: float = 0.0

@@ -45,25 +45,37 @@ class Planner:
         return bool(self.policy.needs & Need.KLD)
 
     def plan(self, decodes: list[Sequence]) -> LengthPlan:
+        nobody = np.empty(0, dtype=np.int64)
+        if not self.can_draft or not decodes:
+            zeros = np.zeros(len(decodes), dtype=np.int64)
+            return LengthPlan(zeros, zeros, nobody, BatchView(nobody, nobody, np.empty(0), len(decodes)), None)
         rooms = np.array([s.max_tokens - s.num_output_tokens - 1 for s in decodes], dtype=np.int64)
         wishes = [s.params.speculation for s in decodes]
-        planned = np.array([w if isinstance(w, int) else 0 for w in wishes], dtype=np.int64)
-        planned = np.minimum(planned, rooms) if self.can_draft else np.zeros_like(rooms)
-        rows = np.array([i for i, wish in enumerate(wishes) if wish == "on" and self.can_draft], dtype=np.int64)
+        rows = np.array([i for i, wish in enumerate(wishes) if wish == "on"], dtype=np.int64)
+        if len(rows) == len(decodes):
+            planned = np.zeros_like(rooms)
+        else:
+            fixed = np.array([wish if isinstance(wish, int) else 0 for wish in wishes], dtype=np.int64)
+            planned = np.minimum(fixed, rooms)
+        chosen = decodes if len(rows) == len(decodes) else [decodes[i] for i in rows.tolist()]
         batch = BatchView(
-            slots=np.array([decodes[i].slot for i in rows], dtype=np.int64),
+            slots=np.array([s.slot for s in chosen], dtype=np.int64),
             rooms=rooms[rows],
-            temperatures=np.array([decodes[i].params.temperature for i in rows], dtype=np.float64),
+            temperatures=np.array([s.params.temperature for s in chosen], dtype=np.float64),
             num_decoding=len(decodes),
             num_waiting=len(self.scheduler.waiting),
         )
         plan = None
         if len(rows):
             plan = self.policy.plan(batch)
-            planned[rows] = np.clip(plan.lengths, 0, batch.rooms)
+            planned[rows] = np.minimum(np.maximum(plan.lengths, 0), batch.rooms)
             self.metrics.num_capped += plan.num_lowered
-        lengths = np.array([self.scheduler.reserve(s, int(k)) for s, k in zip(decodes, planned, strict=True)], np.int64)
-        self.metrics.num_trimmed += int((lengths < planned).sum())
+        lengths = planned
+        if planned.any():
+            reserve = self.scheduler.reserve
+            wanted = zip(decodes, planned.tolist(), strict=True)
+            lengths = np.array([reserve(s, k) if k else 0 for s, k in wanted], dtype=np.int64)
+            self.metrics.num_trimmed += int((lengths < planned).sum())
         return LengthPlan(planned, lengths, rows, batch, plan)
 
     def observe(

@@ -21,6 +21,19 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    def extend(self, tokens: list[int]) -> list[int]:
+        """Add emitted tokens until one ends the completion; returns those added."""
+        sequence = self.sequence
+        room = sequence.max_tokens - sequence.num_output_tokens
+        if len(tokens) < room and not self.text.looks_for_stops and sequence.stop_token_ids.isdisjoint(tokens):
+            sequence.tokens += tokens
+            self.text.wait(tokens)
+            return tokens
+        for count, token in enumerate(tokens, start=1):
+            if self.append(token):
+                return tokens[:count]
+        return tokens
+
     def append(self, token: int) -> bool:
         """Add an emitted token; True if it was the last."""
         sequence = self.sequence

@@ -58,7 +58,7 @@ class Scheduler:
         # Never nothing: however many decode, those whose prompt is being read must come to an end of it.
         budget = max(self.max_num_batched_tokens - len(work.decodes), 1)
         for sequence in self.running:
-            if sequence.num_pending > 1 and budget > 0:
+            if budget > 0 and sequence.num_pending > 1:
                 budget -= self._schedule_chunk(work, sequence, budget)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
@@ -72,15 +72,21 @@ class Scheduler:
 
     def reserve(self, sequence: Sequence, num_drafts: int) -> int:
         """Blocks for drafted tokens, as many as there are without taking any from others; returns what fits."""
-        needed = blocks_for(sequence.num_tokens + num_drafts) - len(sequence.block_table)
-        sequence.block_table += self.pool.allocate(max(0, min(needed, self.pool.num_free)))
-        return min(num_drafts, len(sequence.block_table) * BLOCK_SIZE - sequence.num_tokens)
+        num_tokens = len(sequence.tokens)
+        needed = blocks_for(num_tokens + num_drafts) - len(sequence.block_table)
+        if needed <= 0:
+            return num_drafts
+        sequence.block_table += self.pool.allocate(min(needed, self.pool.num_free))
+        return min(num_drafts, len(sequence.block_table) * BLOCK_SIZE - num_tokens)
 
     def settle(self, sequence: Sequence) -> None:
         """After a step: give back look-ahead that was not used, and let others share what is full."""
-        keep = blocks_for(sequence.num_tokens)
-        self.pool.release(sequence.block_table[keep:])
-        del sequence.block_table[keep:]
+        keep = blocks_for(len(sequence.tokens))
+        if len(sequence.block_table) > keep:
+            self.pool.release(sequence.block_table[keep:])
+            del sequence.block_table[keep:]
+        if sequence.num_computed // BLOCK_SIZE == sequence.num_registered_blocks == sequence.num_draft_shared_blocks:
+            return
         self._register(sequence, sequence.num_computed)
         num_draft_full = sequence.num_draft_computed // BLOCK_SIZE
         for place in range(sequence.num_draft_shared_blocks, num_draft_full):
@@ -105,15 +111,17 @@ class Scheduler:
         place = 0
         while place < len(self.running):
             sequence = self.running[place]
-            if sequence.num_pending == 1:
-                needed = blocks_for(sequence.num_tokens) - len(sequence.block_table)
+            num_tokens = len(sequence.tokens)
+            if num_tokens - sequence.num_computed == 1:
+                needed = blocks_for(num_tokens) - len(sequence.block_table)
                 while needed > self.pool.num_free:
                     victim = self.running.pop()
                     self._preempt(victim)
                     work.preempted.append(victim)
                     if victim is sequence:
                         return
-                sequence.block_table += self.pool.allocate(max(0, needed))
+                if needed > 0:
+                    sequence.block_table += self.pool.allocate(needed)
                 work.decodes.append(sequence)
             place += 1
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from dsde.core.outputs import StepRecord
 from dsde.core.sequence import Sequence
+from dsde.engine.executor import Seconds
 from dsde.engine.planning import LengthPlan
 from dsde.engine.request import Request
 from dsde.verification import Verdict
-
-
-class Seconds(NamedTuple):
-    """How long the parts of a step took, for the whole batch."""
-
-    draft: float
-    verify: float
-    step: float
 
 
 def record_step(
@@ -34,7 +25,8 @@ def record_step(
     ends = np.cumsum(drafted)
     places = {int(row): place for place, row in enumerate(plan.rows)}
     for i, sequence in enumerate(decodes):
-        trace = requests[sequence.request_id].metrics.trace
+        request = requests.get(sequence.request_id)
+        trace = None if request is None else request.metrics.trace
         if trace is None:
             continue
         predicted, cap, signals = _reasons(plan, places.get(i))
@@ -54,7 +46,7 @@ def record_step(
                 signals=signals,
                 draft_s=seconds.draft,
                 verify_s=seconds.verify,
-                step_s=seconds.step,
+                step_s=seconds.draft + seconds.verify + seconds.idle,
             )
         )
 

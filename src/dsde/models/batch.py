@@ -8,36 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dsde.models import backend
+
+if TYPE_CHECKING:
+    from dsde.models.kernels.attention import AttentionWork
+
 BLOCK_SIZE = 16
 """Tokens a KV block holds."""
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of every token of a batch, [num_tokens, 1, head_dim] each; the first half of sin is negated"""
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """New tokens of several sequences, end to end. Built by `pack`; read-only for the model."""
+    """New tokens of several sequences, end to end. Read-only for the model.
+
+    Built by `pack`, or over staged buffers by a `Pass`, which knows lengths and tables on the device only.
+    """
 
     tokens: torch.Tensor
-    """[num_tokens] int64"""
+    """[num_tokens] integer"""
     positions: torch.Tensor
-    """[num_tokens] int64, position of each token in its sequence"""
+    """[num_tokens] integer, position of each token in its sequence"""
     slots: torch.Tensor
-    """[num_tokens] int64, where the token's KV is written: block * BLOCK_SIZE + offset"""
-    query_lens: NDArray[np.int64]
-    """[num_seqs] new tokens of each sequence, all >= 1"""
-    context_lens: NDArray[np.int64]
-    """[num_seqs] tokens that the sequence's last new token sees, itself included"""
-    block_tables: torch.Tensor
-    """[num_seqs, max_blocks] int64, padded with 0"""
+    """[num_tokens] integer, where the token's KV is written: block * BLOCK_SIZE + offset; negative: nowhere"""
     logit_rows: torch.Tensor | None
     """rows (indices into tokens) whose logits are wanted; None: all of them; empty: none"""
+    work: AttentionWork | None = None
+    """for attention by kernel; None: in plain PyTorch, which needs the three that follow"""
+    query_lens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[num_seqs] new tokens of each sequence, all >= 1"""
+    context_lens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[num_seqs] tokens that the sequence's last new token sees, itself included"""
+    block_tables: torch.Tensor = field(default_factory=lambda: torch.empty((0, 0), dtype=torch.int64))
+    """[num_seqs, max_blocks] int64, padded with 0"""
+    sources: torch.Tensor | None = None
+    """[num_tokens] where in `drafted` a token is found; negative: it is the one in `tokens`. None: all are there"""
+    drafted: torch.Tensor | None = None
+    """tokens that only the device knows"""
     plan: Any = field(default=None)
-    """Written by the attention backend on first use, so that masks and indices are made once and not per layer."""
+    """Written by plain attention on first use, so that masks and indices are made once and not per layer."""
+    rotations: dict[Any, Rotation] = field(default_factory=dict)
+    """likewise, by rotary embedding"""
 
 
 def pack(
@@ -71,6 +90,46 @@ def pack(
         block_tables=to_device(tables),
         logit_rows=None if logit_rows is None else to_device(logit_rows),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What attention by kernel must know of a model to cut its work."""
+
+    per_kv: int
+    """query heads that share a key head"""
+    num_kv: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def attention_work(self, batch: PackedBatch) -> AttentionWork:
+        """The work of a packed batch. A `Pass` makes its own, over staged buffers."""
+        from dsde.models.kernels import attention
+
+        device = batch.tokens.device
+        longest = int(batch.query_lens.max())
+        per_item = attention.queries_per_item(longest, self.per_kv, self.head_dim, self.dtype)
+        items = attention.make_items(batch.query_lens, per_item)
+        context = int(batch.context_lens.max())
+
+        def to_device(array: NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(array.astype(np.int32)).to(device)
+
+        return attention.AttentionWork(
+            starts=to_device(np.concatenate(([0], np.cumsum(batch.query_lens)))),
+            contexts=to_device(batch.context_lens),
+            tables=batch.block_tables.flatten().int(),
+            table_offsets=to_device(np.arange(len(batch.query_lens)) * batch.block_tables.shape[1]),
+            items=to_device(items),
+            queries_per_item=per_item,
+            num_splits=self.num_splits(len(items), context, longest, device),
+        )
+
+    def num_splits(self, num_items: int, longest_context: int, longest_query: int, device: torch.device) -> int:
+        from dsde.models.kernels import attention
+
+        multiprocessors = backend.num_multiprocessors(device)
+        return attention.choose_splits(num_items, self.num_kv, longest_context, multiprocessors, longest_query)
 
 
 @dataclass(slots=True)

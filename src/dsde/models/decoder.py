@@ -12,10 +12,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from dsde.models.batch import KVCache, PackedBatch
+from dsde.models import backend
+from dsde.models.batch import Heads, KVCache, PackedBatch
 from dsde.models.config import ModelConfig
-from dsde.models.layers import RMSNorm, Rotary, Rotation
+from dsde.models.layers import Rotary
 from dsde.models.linear import Linear
+from dsde.models.norm import RMSNorm
 
 
 class Layer(Protocol):
@@ -27,7 +29,7 @@ class Layer(Protocol):
     def __call__(
         self,
         hidden: torch.Tensor,
-        rotation: Rotation,
+        rotary: Rotary,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
         batch: PackedBatch,
@@ -57,6 +59,11 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def heads(self) -> Heads:
+        config = self.config
+        return Heads(config.num_heads // config.num_kv_heads, config.num_kv_heads, config.head_dim, self.dtype)
+
     def new_cache(self, num_blocks: int) -> KVCache:
         config = self.config
         return KVCache.allocate(
@@ -66,25 +73,45 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
         """Write the KV of every token of the batch; return float32 logits of the rows asked for."""
-        hidden = F.embedding(batch.tokens, self.embedding)
-        if self.embedding_scale != 1.0:
-            # The factor is rounded to the model's dtype, as in training.
-            hidden = hidden * torch.tensor(self.embedding_scale, dtype=self.dtype).item()
-        rotation = self.rotary(batch.positions)
-        local_rotation = rotation if self.local_rotary is None else self.local_rotary(batch.positions)
-        for layer, cache_k, cache_v in zip(self.layers, cache.keys, cache.values, strict=True):
-            hidden = layer(hidden, local_rotation if layer.is_local else rotation, cache_k, cache_v, batch)
-        return self._logits(hidden, batch.logit_rows)
+        if batch.work is None and backend.has_kernels(self.device):
+            batch.work = self.heads.attention_work(batch)
+        hidden = self.read(batch, cache)
+        if batch.logit_rows is not None and batch.logit_rows.numel() == 0:
+            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        return self.logits(hidden, batch.logit_rows).float()
 
-    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    def read(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
+        """Write the KV of every token of the batch; return what the last layer made of them."""
+        hidden = self._embed(batch)
+        for layer, cache_k, cache_v in zip(self.layers, cache.keys, cache.values, strict=True):
+            rotary = self.local_rotary if layer.is_local and self.local_rotary is not None else self.rotary
+            hidden = layer(hidden, rotary, cache_k, cache_v, batch)
+        return hidden
+
+    def logits(
+        self, hidden: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits of some rows, in the model's own dtype; `out` saves an allocation where it fits."""
         if rows is not None:
-            if rows.numel() == 0:
-                return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
             hidden = hidden.index_select(0, rows)
-        logits = self.head(self.norm(hidden)).float()
-        if self.config.final_softcap is not None:
-            logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
+        softcap = self.config.final_softcap
+        if softcap is None and self.head_tokens is None:
+            return self.head(hidden, norm=self.norm, out=out)
+        logits = self.head(hidden, norm=self.norm)
+        if softcap is not None:
+            logits = (torch.tanh(logits.float() / softcap) * softcap).to(logits.dtype)
         if self.head_tokens is None:
-            return logits
-        full = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
-        return full.index_copy_(1, self.head_tokens, logits)
+            return logits if out is None else out.copy_(logits)
+        if out is None:
+            out = logits.new_empty((len(logits), self.config.vocab_size))
+        return out.fill_(-torch.inf).index_copy_(1, self.head_tokens, logits)
+
+    def _embed(self, batch: PackedBatch) -> torch.Tensor:
+        # The factor is rounded to the model's dtype, as in training.
+        scale = torch.tensor(self.embedding_scale, dtype=self.dtype).item()
+        if batch.sources is not None and batch.drafted is not None:
+            from dsde.models.kernels import embedding
+
+            return embedding.embed(batch.tokens, batch.sources, batch.drafted, self.embedding, scale)
+        hidden = F.embedding(batch.tokens, self.embedding)
+        return hidden if scale == 1.0 else hidden * scale

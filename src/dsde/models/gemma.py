@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from dsde.models.batch import PackedBatch
-from dsde.models.layers import GatedMLP, RMSNorm, Rotation, SelfAttention
+from dsde.models.layers import GatedMLP, Rotary, SelfAttention
+from dsde.models.norm import RMSNorm
 
 
 @dataclass(slots=True)
@@ -26,11 +27,11 @@ class GemmaLayer:
     def __call__(
         self,
         hidden: torch.Tensor,
-        rotation: Rotation,
+        rotary: Rotary,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
         batch: PackedBatch,
     ) -> torch.Tensor:
-        attended = self.attention(self.attention_norm(hidden), rotation, cache_k, cache_v, batch)
-        hidden = hidden + self.post_attention_norm(attended)
-        return hidden.add_(self.post_mlp_norm(self.mlp(self.mlp_norm(hidden))))
+        attended = self.attention(hidden, self.attention_norm, rotary, cache_k, cache_v, batch)
+        hidden = hidden + self.post_attention_norm(self.attention.output(attended))
+        return hidden.add_(self.post_mlp_norm(self.mlp(hidden, self.mlp_norm)))

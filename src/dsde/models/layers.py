@@ -1,4 +1,4 @@
-"""The parts that decoder layers are made of: norm, rotary embedding, self-attention, gated MLP.
+"""The parts that decoder layers are made of: rotary embedding, self-attention, gated MLP.
 
 Every part works on packed tokens [num_tokens, ...] and holds plain tensors. Knows nothing of files, tensor names or
 families.
@@ -7,36 +7,15 @@ families.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from dsde.models.attention import paged_attention, write_kv
-from dsde.models.batch import PackedBatch
+from dsde.models.batch import PackedBatch, Rotation
 from dsde.models.config import Rope
-from dsde.models.linear import Linear
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of every token of a batch, [num_tokens, 1, head_dim] each; the first half of sin is negated"""
-
-
-class RMSNorm:
-    """Root-mean-square norm over the last dimension; a weight wider than the input asks for arithmetic in its dtype."""
-
-    __slots__ = ("eps", "shape", "weight")
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight
-        self.shape = weight.shape[-1:]
-        self.eps = eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(self.weight.dtype)
-        if self.weight.dim() == 1:
-            return F.rms_norm(wide, self.shape, self.weight, self.eps).to(x.dtype)
-        return (F.rms_norm(wide, self.shape, None, self.eps) * self.weight).to(x.dtype)
+from dsde.models.linear import Gate, Linear
+from dsde.models.norm import RMSNorm
 
 
 class Rotary:
@@ -48,9 +27,13 @@ class Rotary:
         self.table = table.to(device=device, dtype=dtype)
         """[max_position, head_dim]: cos, then sin"""
 
-    def __call__(self, positions: torch.Tensor) -> Rotation:
-        cos, sin = self.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    def rotation(self, batch: PackedBatch) -> Rotation:
+        """Made once for a batch, whichever layers ask for it."""
+        rotation = batch.rotations.get(self)
+        if rotation is None:
+            cos, sin = self.table.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=-1)
+            rotation = batch.rotations[self] = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return rotation
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -94,7 +77,10 @@ def _yarn_frequencies(frequencies: torch.Tensor, rope: Rope, head_dim: int) -> t
 
 @dataclass(slots=True)
 class SelfAttention:
-    """Fused QKV projection, optional norm of queries and keys, rotation, paged attention, output projection."""
+    """Fused QKV projection of the normed input, optional norm of queries and keys, rotation, paged attention.
+
+    The output projection belongs to the layer, which knows what becomes of its result.
+    """
 
     qkv: Linear
     output: Linear
@@ -109,22 +95,50 @@ class SelfAttention:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        rotation: Rotation,
+        hidden: torch.Tensor,
+        norm: RMSNorm,
+        rotary: Rotary,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
         batch: PackedBatch,
     ) -> torch.Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv(hidden, norm=norm)
+        attend = self._attend_plainly if batch.work is None else self._attend_with_kernels
+        return attend(qkv, rotary, cache_k, cache_v, batch).flatten(1)
+
+    def _attend_plainly(
+        self, qkv: torch.Tensor, rotary: Rotary, cache_k: torch.Tensor, cache_v: torch.Tensor, batch: PackedBatch
+    ) -> torch.Tensor:
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         num_rotated = self.num_heads + self.num_kv_heads
         qk = heads[:, :num_rotated]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        qk = rotate(qk, rotation)
+        qk = rotate(qk, rotary.rotation(batch))
         write_kv(cache_k, cache_v, qk[:, self.num_heads :], heads[:, num_rotated:], batch.slots)
         q = qk[:, : self.num_heads]
-        attended = paged_attention(q, cache_k, cache_v, batch, self.scale, self.window, self.softcap)
-        return self.output(attended.flatten(1))
+        return paged_attention(q, cache_k, cache_v, batch, self.scale, self.window, self.softcap)
+
+    def _attend_with_kernels(
+        self, qkv: torch.Tensor, rotary: Rotary, cache_k: torch.Tensor, cache_v: torch.Tensor, batch: PackedBatch
+    ) -> torch.Tensor:
+        from dsde.models.kernels import attention, rotary as rotary_kernel
+
+        q = rotary_kernel.rotate_and_store(
+            qkv,
+            batch.positions,
+            batch.slots,
+            rotary.table,
+            cache_k,
+            cache_v,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            None if self.qk_norm is None else self.qk_norm.weight,
+            0.0 if self.qk_norm is None else self.qk_norm.eps,
+        )
+        assert batch.work is not None
+        return attention.paged_attention(q, cache_k, cache_v, batch.work, self.scale, self.window, self.softcap)
 
 
 @dataclass(slots=True)
@@ -133,12 +147,9 @@ class GatedMLP:
 
     gate_up: Linear
     down: Linear
-    activation: Callable[[torch.Tensor], torch.Tensor]
+    gate: Gate
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up))
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
+    def __call__(
+        self, hidden: torch.Tensor, norm: RMSNorm, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.down(self.gate_up(hidden, norm=norm, gate=self.gate), residual=residual)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from dsde.models.batch import PackedBatch
-from dsde.models.layers import GatedMLP, RMSNorm, Rotation, SelfAttention
+from dsde.models.layers import GatedMLP, Rotary, SelfAttention
+from dsde.models.norm import RMSNorm
 
 
 @dataclass(slots=True)
@@ -24,10 +25,11 @@ class LlamaLayer:
     def __call__(
         self,
         hidden: torch.Tensor,
-        rotation: Rotation,
+        rotary: Rotary,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
         batch: PackedBatch,
     ) -> torch.Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, cache_k, cache_v, batch)
-        return hidden.add_(self.mlp(self.mlp_norm(hidden)))
+        attended = self.attention(hidden, self.attention_norm, rotary, cache_k, cache_v, batch)
+        hidden = self.attention.output(attended, residual=hidden)
+        return self.mlp(hidden, self.mlp_norm, residual=hidden)

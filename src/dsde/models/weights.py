@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -19,9 +18,10 @@ from dsde.core.errors import ModelError
 from dsde.models.config import ModelConfig
 from dsde.models.decoder import Decoder, Layer
 from dsde.models.gemma import GemmaLayer
-from dsde.models.layers import GatedMLP, RMSNorm, Rotary, SelfAttention, gelu_tanh
+from dsde.models.layers import GatedMLP, Rotary, SelfAttention
 from dsde.models.linear import Linear
 from dsde.models.llama import LlamaLayer
+from dsde.models.norm import RMSNorm
 
 TRIMMED_VOCAB = "draft_vocab"
 """Names the tensor of token ids that a draft with a trimmed vocabulary can propose; its head shares the embedding."""
@@ -48,6 +48,7 @@ def build_model(
 ) -> Decoder:
     """A decoder from tensors under their Hugging Face names. Empties `tensors`, so that memory is not held twice."""
     device = torch.device(device)
+    _check_room(tensors, dtype, device)
     source = _Source(config, tensors, dtype, device)
     embedding = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     make_layer = source.gemma_layer if config.is_gemma else source.llama_layer
@@ -144,7 +145,7 @@ class _Source:
         return GatedMLP(
             gate_up=self.linear(prefix + "mlp.", gate_up, config.hidden_size, config.mlp_bias),
             down=self.linear(prefix + "mlp.", down, config.intermediate_size, config.mlp_bias),
-            activation=gelu_tanh if config.is_gemma else F.silu,
+            gate="gelu_tanh" if config.is_gemma else "silu",
         )
 
     def llama_layer(self, index: int) -> LlamaLayer:
@@ -175,6 +176,19 @@ class _Source:
             if name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
                 raise ModelError(f"the checkpoint has a tensor {name}, which its config does not account for.")
         self.tensors.clear()
+
+
+def _check_room(tensors: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    needed = sum(tensor.numel() for tensor in tensors.values() if not tensor.is_cuda) * dtype.itemsize
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        name = str(dtype).removeprefix("torch.")
+        raise ModelError(
+            f"the weights need {needed / 2**30:.1f} GiB in {name}, but of the GPU's {total / 2**30:.1f} GiB "
+            f"{free / 2**30:.1f} are free; models of up to {free / dtype.itemsize / 1e9:.1f} billion weights would fit."
+        )
 
 
 def _text_name(name: str) -> str:

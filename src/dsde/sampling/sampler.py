@@ -13,6 +13,7 @@ import torch
 
 from dsde.core.rng import Purpose, random_bits, uniforms
 from dsde.core.sequence import Sequence
+from dsde.models import backend
 from dsde.sampling.distribution import Distributions, IntArray, Rows
 
 
@@ -53,7 +54,9 @@ class Sampler:
         key = (sequence.stream, sequence.num_output_tokens + depth)
         noise = self._noise.get(key)
         if noise is None:
-            noise = self._noise[key] = exponentials(*key, like.shape[-1]).to(like.device)
+            # A device has its own noise, and a request must meet the same whichever way a step goes there.
+            make = device_exponentials if backend.has_kernels(like.device) else exponentials
+            noise = self._noise[key] = make(*key, like.shape[-1], like.device)
         return noise
 
 
@@ -65,11 +68,20 @@ def keyed_uniforms(sequences: list[Sequence], owners: IntArray, depths: IntArray
     return torch.from_numpy(uniforms(streams, steps, depths, purpose))
 
 
-def exponentials(stream: int, position: int, size: int) -> torch.Tensor:
+def exponentials(stream: int, position: int, size: int, device: torch.device | None = None) -> torch.Tensor:
     """`size` standard exponentials for one position of one stream, all positive and finite."""
     words = torch.from_numpy(random_bits(stream, position, size).astype(np.float32))
     # -log(1 - u): the race is decided by the smallest values, and those come out finest this way round.
-    return words.mul_(-(2.0**-32)).log1p_().neg_().clamp_(min=2.0**-33, max=32.0)
+    return words.mul_(-(2.0**-32)).log1p_().neg_().clamp_(min=2.0**-33, max=32.0).to(device or "cpu")
+
+
+def device_exponentials(stream: int, position: int, size: int, device: torch.device) -> torch.Tensor:
+    """The noise that kernels use for the same position."""
+    from dsde.sampling import kernels
+
+    words = np.array([[stream]], dtype=np.uint64).view(np.int32)
+    counters, purposes = torch.tensor([[position], [0]], dtype=torch.int32, device=device)
+    return kernels.exponentials(torch.from_numpy(words).to(device), counters, purposes, size)[0]
 
 
 _PIECE = 256

@@ -37,12 +37,22 @@ class Verdict:
     """the accepted tokens and the one that follows them"""
     klds: NDArray[np.float64]
     """[sum(drafted)] sequence after sequence; empty unless asked for"""
+    entropies: NDArray[np.float64] | None = None
+    """[sum(drafted)] of the draft at temperature 1; None: nobody measured them"""
 
 
 def verify(
-    logits: torch.Tensor, sequences: list[Sequence], proposals: Proposals, sampler: Sampler, want_klds: bool
+    logits: torch.Tensor,
+    sequences: list[Sequence],
+    proposals: Proposals,
+    sampler: Sampler,
+    want_klds: bool,
+    synthetic_acceptance: tuple[float, ...] | None = None,
 ) -> Verdict:
-    """Judge proposals. `logits` holds 1 + lengths[i] rows for sequence i: one per drafted token and one beyond."""
+    """Judge proposals. `logits` holds 1 + lengths[i] rows for sequence i: one per drafted token and one beyond.
+
+    With a synthetic acceptance, for benchmarks, a coin decides what stands.
+    """
     lengths = proposals.lengths
     starts = np.concatenate(([0], np.cumsum(lengths + 1)[:-1]))
     owners = np.repeat(np.arange(len(sequences)), lengths + 1)
@@ -55,6 +65,8 @@ def verify(
     probs = _ProbRows(dist, len(logits))
     if by_ratio.any():
         _test_ratios(accepts, probs, sequences, proposals, starts, by_ratio)
+    if synthetic_acceptance is not None:
+        accepts = _toss(sequences, proposals, synthetic_acceptance)
     accepted = accepts.cumprod(1).sum(1)
     following = own[torch.from_numpy(starts).to(own.device) + accepted]
 
@@ -71,6 +83,16 @@ def verify(
 
 def _uses_ratio(sequence: Sequence) -> bool:
     return not sequence.params.greedy and not sequence.coupled
+
+
+def _toss(sequences: list[Sequence], proposals: Proposals, rates: tuple[float, ...]) -> torch.Tensor:
+    """[sequences, K] whether a token stands by chance alone; the last rate serves all places beyond."""
+    num_seqs, longest = proposals.tokens.shape
+    owners, depths = np.divmod(np.arange(num_seqs * longest), max(longest, 1))
+    u = keyed_uniforms(sequences, owners, depths, Purpose.ACCEPT).view(num_seqs, longest)
+    by_depth = torch.tensor([rates[min(depth, len(rates) - 1)] for depth in range(longest)], dtype=u.dtype)
+    valid = np.arange(longest) < proposals.lengths[:, None]
+    return ((u < by_depth) & torch.from_numpy(valid)).to(proposals.tokens.device)
 
 
 class _ProbRows:

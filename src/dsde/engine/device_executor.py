@@ -1,0 +1,314 @@
+"""Queues a whole step on a device and looks at it again when it is over: one copy there for each pass, one copy back.
+
+Draft, target and verdict follow each other on the device without the host, which meanwhile reports the step before and
+prepares. Requests whose logits are edited by their own tokens (penalties, bias, minimum length) need the host to look at
+every token; a step with one of them goes the host's way, counted in `num_host_steps`. Knows nothing of policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsde.core.params import LONGEST_DRAFT
+from dsde.core.sequence import Sequence
+from dsde.drafting import ModelDrafter
+from dsde.drafting.device import DeviceDrafter, DeviceProposals, Drafts, draws_of
+from dsde.drafting.sequence_table import SequenceTable, draw_sizes
+from dsde.engine.clock import Clock, Moment
+from dsde.engine.executor import Flight, HostExecutor, Landing, judged_sequences
+from dsde.engine.scheduler import Schedule, blocks_for
+from dsde.models.batch import BLOCK_SIZE
+from dsde.models.passes import Pass, PassRunner, RaggedRows
+from dsde.models.staging import Sheet
+from dsde.verification import Verdict
+from dsde.verification.kernels import Findings, Judgement, judge
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Read:
+    """What a pass of the target leaves on the device."""
+
+    logits: torch.Tensor
+    findings: Findings
+    moment: Moment
+    """when the logits were there"""
+
+
+@dataclass(slots=True)
+class DeviceFlight:
+    judged: list[Sequence]
+    drafted: IntArray
+    num_catch_up_tokens: IntArray | None
+    num_judged_rows: int
+    read: _Read
+    finish: Callable[[DeviceFlight], Landing]
+
+    def land(self) -> Landing:
+        return self.finish(self)
+
+
+class _Variant(NamedTuple):
+    """What the kernels of a verdict are compiled for."""
+
+    sampled: bool
+    truncated: bool
+    point_mass: bool
+    longest: int
+    """most drafted tokens of a sequence, a power of two or 0"""
+
+
+class DeviceExecutor:
+    is_asynchronous = True
+
+    def __init__(self, host: HostExecutor, max_num_seqs: int, max_model_len: int) -> None:
+        self.host = host
+        self.model = host.target.model
+        self.device = self.model.device
+        self.num_host_steps = 0
+        """steps that went the host's way"""
+        self.table = SequenceTable(blocks_for(max_model_len))
+        tokens = torch.zeros(max_num_seqs * LONGEST_DRAFT, dtype=torch.int32, device=self.device)
+        vocab_size = self.model.config.vocab_size
+        self.drafter: DeviceDrafter | None = None
+        if isinstance(host.drafter, ModelDrafter):
+            self.drafts = Drafts(vocab_size, host.drafter.model.dtype, tokens)
+            self.drafter = DeviceDrafter(host.drafter, self.table, self.drafts)
+        else:
+            self.drafts = Drafts(1, self.model.dtype, tokens)
+        self.passes = PassRunner(self.model.heads, tokens, self._body)
+        self.clock = Clock(self.device)
+        self._rates = _by_depth(host.synthetic_acceptance, self.device)
+        self._logits = torch.empty((0, vocab_size), dtype=self.model.dtype, device=self.device)
+        self._answers: dict[tuple[int, ...], _Answer] = {}
+        self._rows = RaggedRows(np.ones(1, dtype=np.int64))
+
+    def launch(self, work: Schedule, lengths: IntArray, scored: set[Sequence], want_klds: bool) -> Flight:
+        sequences = [*work.decodes, *(s for s, _ in work.prefills)] if work.prefills else work.decodes
+        slots = self.table.update(sequences)
+        if self.table.any_edited(sequences, slots):
+            self.num_host_steps += 1
+            self.clock.forget()
+            return self.host.launch(work, lengths, scored, want_klds)
+        self.clock.start()
+        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], lengths)
+        return self._verify(work, sequences, slots, proposals, known, scored)
+
+    def reset(self) -> None:
+        self.clock.forget()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _draft(
+        self, decodes: list[Sequence], slots: IntArray, lengths: IntArray
+    ) -> tuple[DeviceProposals, IntArray | None]:
+        """What is drafted, and the tokens themselves where the host knows them."""
+        drafter = self.host.drafter
+        if drafter is None or not lengths.any():
+            return DeviceProposals.nothing(len(decodes)), None
+        if self.drafter is not None:
+            capacity = self.drafts.store.logits.shape[0]
+            self.drafter.make_room(int(lengths.sum()), len(decodes))
+            if self.drafts.store.logits.shape[0] != capacity:
+                self.passes.forget()
+            return self.drafter.propose(decodes, slots, lengths, self.clock.begin), None
+        proposals = drafter.propose(decodes, lengths)
+        valid = np.arange(proposals.tokens.shape[1]) < proposals.lengths[:, None]
+        rows = np.where(valid, np.cumsum(valid).reshape(valid.shape) - 1, -1)
+        return DeviceProposals(proposals.lengths, rows, point_mass=True), proposals.tokens.cpu().numpy()[valid]
+
+    def _verify(
+        self,
+        work: Schedule,
+        sequences: list[Sequence],
+        slots: IntArray,
+        proposals: DeviceProposals,
+        known: IntArray | None,
+        scored: set[Sequence],
+    ) -> DeviceFlight:
+        judged = judged_sequences(work) if work.prefills else work.decodes
+        query_lens = 1 + proposals.lengths
+        drafted = proposals.lengths
+        if work.prefills:
+            query_lens = np.concatenate((query_lens, [chunk for _, chunk in work.prefills]))
+            drafted = np.pad(drafted, (0, len(judged) - len(work.decodes)))
+        rows = self._cached_rows(query_lens)
+        judged_rows = self._cached_rows(1 + drafted) if work.prefills and judged else rows if judged else None
+        contexts = np.array([s.num_computed for s in sequences], dtype=np.int64) + query_lens
+        judged_slots = np.array([s.slot for s in judged], dtype=np.int64) if work.prefills else slots
+        places = _places(work, rows, scored) if work.prefills else None
+        variant = self._variant(judged_slots, drafted, proposals.point_mass)
+        shape = self.passes.shape(
+            rows, contexts, None if places is None else len(places), may_graph=not work.prefills, variant=variant
+        )
+        self._make_room(shape.num_rows)
+
+        num_judged_rows = judged_rows.count if judged_rows else 0
+        padded_rows = shape.num_rows if shape.is_graph else num_judged_rows
+        padded_judged = shape.num_seqs if shape.is_graph else len(judged)
+        more = {name: padded_rows for name in ("row_sequences", "row_depths", "row_drafts")}
+        more |= {"judged_starts": padded_judged, "lengths": padded_judged, **draw_sizes(padded_judged)}
+        entry, sheet = self.passes.prepare(shape, more)
+        host = sheet.arrays
+        tables = self.table.tables(slots, -(-int(contexts.max()) // BLOCK_SIZE))
+        self.passes.write(shape, sheet, rows, contexts, tables)
+        _write_tokens(host, work, rows, proposals)
+        if places is not None:
+            host["logit_rows"][: len(places)] = places
+        if judged_rows is not None:
+            _write_judged(sheet, judged_rows, proposals)
+            self.table.write_draws(sheet, judged_slots, self.table.counters(judged, variant.sampled))
+
+        self.clock.begin()
+        self.clock.drafted()
+        if known is not None:
+            self.drafts.tokens[: len(known)].copy_(torch.from_numpy(known.astype(np.int32)))
+        read: _Read = self.passes.run(entry, sheet)
+        self._fetch(read.findings)
+        self.clock.judged()
+        return DeviceFlight(judged, drafted, proposals.num_catch_up_tokens, num_judged_rows, read, self._finish)
+
+    def _cached_rows(self, lengths: IntArray) -> RaggedRows:
+        """Lengths are often those of the step before."""
+        if not np.array_equal(self._rows.lengths, lengths):
+            self._rows = RaggedRows(lengths)
+        return self._rows
+
+    def _variant(self, slots: IntArray, drafted: IntArray, point_mass: bool) -> _Variant:
+        if len(slots) == 0:
+            return _Variant(False, False, False, 0)
+        longest = int(drafted.max())
+        # At least 4: a kernel compiled for every length up to it would help nobody.
+        padded = max(4, 1 << (longest - 1).bit_length()) if longest else 0
+        return _Variant(*self.table.variant(slots), point_mass, padded)
+
+    def _body(self, entry: Pass) -> _Read:
+        """Read, and judge what was read."""
+        shape, arrays, variant = entry.shape, entry.arrays, entry.shape.variant
+        hidden = self.model.read(entry.batch, self.host.target.cache)
+        logits = self._logits[: shape.num_rows]
+        if shape.num_rows:
+            self.model.logits(hidden, entry.batch.logit_rows, out=logits)
+        moment = Moment(self.device)
+        moment.record()
+        findings = Findings.allocate(len(arrays["lengths"]), variant.longest, self.device)
+        if len(arrays["lengths"]):
+            judgement = Judgement(
+                row_sequences=arrays["row_sequences"],
+                row_depths=arrays["row_depths"],
+                row_drafts=arrays["row_drafts"],
+                starts=arrays["judged_starts"],
+                lengths=arrays["lengths"],
+                draws=draws_of(arrays),
+            )
+            store = self.drafts.store if variant.longest else None
+            judged_logits = logits[: len(arrays["row_sequences"])]
+            judge(judged_logits, judgement, store, findings, *variant[:3], self._rates)
+        return _Read(logits, findings, moment)
+
+    def _fetch(self, findings: Findings) -> None:
+        """Queue the one copy back."""
+        answer = self._answers.get(tuple(findings.klds.shape))
+        if answer is None:
+            buffer = torch.zeros(findings.buffer.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            answer = self._answers[tuple(findings.klds.shape)] = _Answer.over(buffer, *findings.klds.shape)
+        answer.buffer.copy_(findings.buffer, non_blocking=True)
+
+    def _finish(self, flight: DeviceFlight) -> Landing:
+        seconds = self.clock.seconds(flight.read.moment)
+        count, drafted = len(flight.judged), flight.drafted
+        answer = self._answers[tuple(flight.read.findings.klds.shape)]
+        accepted = answer.accepted[:count].astype(np.int64)
+        emitted = answer.emitted[:count].tolist()
+        klds = entropies = np.empty(0)
+        if answer.klds.shape[1] and drafted.any():
+            valid = np.arange(answer.klds.shape[1]) < drafted[:, None]
+            klds, entropies = answer.klds[:count][valid].astype(float), answer.entropies[:count][valid].astype(float)
+        verdict = Verdict(
+            accepted,
+            [row[: length + 1] for row, length in zip(emitted, accepted.tolist(), strict=True)],
+            klds,
+            entropies,
+        )
+        split, logits = flight.num_judged_rows, flight.read.logits
+        return Landing(verdict, logits[:split], logits[split:], seconds)
+
+    def _make_room(self, num_rows: int) -> None:
+        # Shared by all graphs, which never run at the same time: a copy for each would be gigabytes.
+        if self._logits.shape[0] < num_rows:
+            self._logits = self._logits.new_empty((max(num_rows, 2 * self._logits.shape[0]), self._logits.shape[1]))
+            self.passes.forget()
+
+
+def _by_depth(rates: tuple[float, ...] | None, device: torch.device) -> torch.Tensor | None:
+    if rates is None:
+        return None
+    by_depth = [rates[min(depth, len(rates) - 1)] for depth in range(LONGEST_DRAFT)]
+    return torch.tensor(by_depth, dtype=torch.float32, device=device)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Findings on the host."""
+
+    buffer: torch.Tensor
+    accepted: NDArray[np.int32]
+    emitted: NDArray[np.int32]
+    klds: NDArray[np.float32]
+    entropies: NDArray[np.float32]
+
+    @staticmethod
+    def over(buffer: torch.Tensor, num_sequences: int, max_length: int) -> _Answer:
+        views = Findings.within(buffer, num_sequences, max_length)
+        return _Answer(
+            buffer, views.accepted.numpy(), views.emitted.numpy(), views.klds.numpy(), views.entropies.numpy()
+        )
+
+
+def _write_tokens(
+    host: dict[str, NDArray[np.int32]], work: Schedule, rows: RaggedRows, proposals: DeviceProposals
+) -> None:
+    num_decodes = len(work.decodes)
+    host["tokens"][rows.starts[:num_decodes]] = [s.tokens[-1] for s in work.decodes]
+    if proposals.rows.shape[1]:
+        is_draft = (rows.offsets > 0) & (rows.owners < num_decodes)
+        host["sources"][: rows.count][is_draft] = proposals.rows[proposals.rows >= 0]
+    for (sequence, chunk), place in zip(work.prefills, rows.starts[num_decodes:].tolist(), strict=True):
+        start = sequence.num_computed
+        host["tokens"][place : place + chunk] = sequence.tokens[start : start + chunk]
+
+
+def _write_judged(sheet: Sheet, rows: RaggedRows, proposals: DeviceProposals) -> None:
+    host, count, num_judged = sheet.arrays, rows.count, len(rows.lengths)
+    if sheet.is_new("judged", rows.lengths):
+        host["row_sequences"][:count] = rows.owners
+        host["row_sequences"][count:] = -1
+        host["row_depths"][:count] = rows.offsets
+        host["row_drafts"].fill(-1)
+        host["judged_starts"][:num_judged] = rows.starts
+        host["lengths"][:num_judged] = rows.lengths - 1
+    if proposals.rows.shape[1]:
+        # The token that a row judges; the last row of a sequence judges none.
+        judges = rows.offsets < rows.lengths[rows.owners] - 1
+        host["row_drafts"][:count][judges] = proposals.rows[proposals.rows >= 0]
+
+
+def _places(work: Schedule, rows: RaggedRows, scored: set[Sequence]) -> IntArray:
+    """Rows of the batch that need logits: those to judge, then those of prompts to score."""
+    num_decodes = len(work.decodes)
+    num_decode_rows = int(rows.starts[num_decodes]) if work.prefills else rows.count
+    places = [np.arange(num_decode_rows)]
+    prompts = []
+    for (sequence, chunk), start in zip(work.prefills, rows.starts[num_decodes:].tolist(), strict=True):
+        if chunk == sequence.num_pending:
+            places.append(np.array([start + chunk - 1]))
+        if sequence in scored:
+            prompts.append(np.arange(start, start + chunk))
+    return np.concatenate([*places, *prompts])

@@ -1,0 +1,130 @@
+"""Carries out a step that has been scheduled and planned: draft, read, judge.
+
+`HostExecutor` does it call by call, the host looking at every result: the CPU's way, and the only one for requests whose
+logits are edited by their own tokens. `engine/device_executor.py` queues it all on a device instead. Both answer with a
+`Flight`, which lands with the same things. Knows nothing of requests, policies or texts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsde.core.sequence import Sequence
+from dsde.drafting import Drafter, Proposals
+from dsde.engine.scheduler import Schedule
+from dsde.engine.target import TargetRunner
+from dsde.sampling import Sampler
+from dsde.verification import Verdict, verify
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Seconds:
+    """How long the parts of a step took, for the whole batch; on a device as its own clock says."""
+
+    draft: float = 0.0
+    target: float = 0.0
+    accept: float = 0.0
+    idle: float = 0.0
+    """the device had nothing to do before this step"""
+
+    @property
+    def verify(self) -> float:
+        return self.target + self.accept
+
+
+@dataclass(slots=True)
+class Landing:
+    """What a step found."""
+
+    verdict: Verdict
+    logits: torch.Tensor
+    """[sum(1 + drafted), vocab] of the judged sequences; good until the next launch"""
+    prompt_logits: torch.Tensor
+    """of prompts to be scored, a row for every token they read"""
+    seconds: Seconds
+
+
+class Flight(Protocol):
+    """A step that is under way."""
+
+    judged: list[Sequence]
+    """sequences that get tokens: those decoding, then those whose prompt ends in this step"""
+    drafted: IntArray
+    """[judged]"""
+    num_catch_up_tokens: IntArray | None
+    """[decoding] as in Proposals"""
+
+    def land(self) -> Landing:
+        """Wait for the step's end. Once."""
+
+
+class Executor(Protocol):
+    is_asynchronous: bool
+    """whether `launch` returns before the step is done"""
+
+    def launch(self, work: Schedule, lengths: IntArray, scored: set[Sequence], want_klds: bool) -> Flight:
+        """Draft `lengths` tokens for the decoding sequences, let the target read everything, judge."""
+
+    def reset(self) -> None:
+        """Nothing is under way any more: the work is done, or an error ended it."""
+
+
+def judged_sequences(work: Schedule) -> list[Sequence]:
+    return [*work.decodes, *(s for s, chunk in work.prefills if chunk == s.num_pending)]
+
+
+@dataclass(slots=True)
+class HostFlight:
+    """Already landed."""
+
+    judged: list[Sequence]
+    drafted: IntArray
+    num_catch_up_tokens: IntArray | None
+    landing: Landing
+
+    def land(self) -> Landing:
+        return self.landing
+
+
+class HostExecutor:
+    is_asynchronous = False
+
+    def __init__(
+        self,
+        target: TargetRunner,
+        drafter: Drafter | None,
+        sampler: Sampler,
+        synthetic_acceptance: tuple[float, ...] | None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.sampler = sampler
+        self.synthetic_acceptance = synthetic_acceptance
+
+    def launch(self, work: Schedule, lengths: IntArray, scored: set[Sequence], want_klds: bool) -> HostFlight:
+        self.sampler.begin_step()
+        times = [time.perf_counter()]
+        if self.drafter is None or not lengths.any():
+            proposals = Proposals.nothing(len(work.decodes), self.target.model.device)
+        else:
+            proposals = self.drafter.propose(work.decodes, lengths)
+        times.append(time.perf_counter())
+        logits, prompt_logits = self.target.run(work, proposals, scored)
+        times.append(time.perf_counter())
+        judged = judged_sequences(work)
+        proposals = proposals.followed_by(len(judged) - len(work.decodes))
+        verdict = verify(logits, judged, proposals, self.sampler, want_klds, self.synthetic_acceptance)
+        times.append(time.perf_counter())
+        landing = Landing(verdict, logits, prompt_logits, Seconds(*np.diff(times).tolist()))
+        return HostFlight(judged, proposals.lengths, proposals.num_catch_up_tokens, landing)
+
+    def reset(self) -> None:
+        pass

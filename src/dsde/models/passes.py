@@ -1,0 +1,270 @@
+"""Runs a model over batches on a device, through CUDA graphs where a batch is small enough for launches to matter.
+
+A graph is captured for a bucket of tokens and sequences and serves every mixture of lengths in it: what differs from
+step to step is read from the device's own memory, and what a bucket has too many is padding that every kernel skips.
+Captured at its second use, so that a shape seen once costs nothing. Knows nothing of drafts, sampling or requests: what
+happens to the logits is the caller's body.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsde.models.batch import BLOCK_SIZE, Heads, PackedBatch
+from dsde.models.kernels import attention
+from dsde.models.staging import Layout, Sheet
+
+IntArray = NDArray[np.int64]
+
+_BLOCK_BITS = BLOCK_SIZE.bit_length() - 1
+_IN_BLOCK = BLOCK_SIZE - 1
+
+MOST_GRAPH_TOKENS = 1024
+"""Beyond it a pass computes longer than its launches take."""
+
+
+def _buckets() -> list[int]:
+    """Every size up to 16, then four from one power of two to the next: a fifth of padding at most, few graphs."""
+    sizes = list(range(1, 17))
+    while sizes[-1] < MOST_GRAPH_TOKENS:
+        sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 3)))
+    return sizes
+
+
+_BUCKETS = _buckets()
+
+
+def bucket(count: int) -> int:
+    """The size that `count` is padded to; what no graph serves is not padded."""
+    return count if count > MOST_GRAPH_TOKENS else _BUCKETS[bisect_left(_BUCKETS, count)]
+
+
+class RaggedRows:
+    """Rows of several sequences, end to end."""
+
+    __slots__ = ("count", "lengths", "longest", "offsets", "owners", "starts")
+
+    def __init__(self, lengths: IntArray) -> None:
+        self.lengths = lengths
+        self.longest = int(lengths.max())
+        num_seqs = len(lengths)
+        if self.longest == 1 and int(lengths.min()) == 1:
+            self.count = num_seqs
+            self.starts = self.owners = np.arange(num_seqs)
+            self.offsets = np.zeros(num_seqs, dtype=np.int64)
+            return
+        ends = np.cumsum(lengths)
+        self.count = int(ends[-1])
+        self.starts: IntArray = ends - lengths
+        """[sequences] the first row of each"""
+        self.owners: IntArray = np.repeat(np.arange(num_seqs), lengths)
+        """[rows] the sequence of each"""
+        self.offsets: IntArray = np.arange(self.count) - self.starts[self.owners]
+        """[rows] place of each within its sequence"""
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """All that a captured graph has fixed."""
+
+    num_tokens: int
+    num_seqs: int
+    num_rows: int
+    """rows of logits"""
+    takes_all_rows: bool
+    """every token's logits, in order"""
+    table_width: int
+    """blocks that a sequence has room for"""
+    queries_per_item: int
+    num_items: int
+    num_splits: int
+    is_graph: bool
+    variant: tuple[Any, ...] = ()
+    """whatever else the body was compiled for"""
+
+
+@dataclass(slots=True)
+class Pass:
+    """A shape's memory on the device, which stays where it is as long as a graph points to it."""
+
+    shape: PassShape
+    layout: Layout
+    words: torch.Tensor
+    arrays: dict[str, torch.Tensor]
+    batch: PackedBatch
+    sheets: dict[int, Sheet] = field(default_factory=dict)
+    """the host's side, by the turns at which the pass comes up in a step"""
+    num_runs: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    result: Any = None
+
+
+Body = Callable[[Pass], Any]
+
+
+class PassRunner:
+    """One model's passes. `body` is called with the pass, and what it returns is handed on; in a graph it must do the
+    same work whatever the arrays hold."""
+
+    def __init__(self, heads: Heads, drafted: torch.Tensor, body: Body) -> None:
+        self.device = drafted.device
+        self.heads = heads
+        self.drafted = drafted
+        """tokens that only the device knows; `sources` point into it"""
+        self.body = body
+        self.num_captured = 0
+        self._passes: dict[PassShape, Pass] = {}
+        self._pool: Any = None
+
+    def forget(self) -> None:
+        """Drop all graphs: something they point to has moved."""
+        self._passes.clear()
+        self._pool = None
+
+    def shape(
+        self,
+        rows: RaggedRows,
+        contexts: IntArray,
+        num_rows: int | None,
+        may_graph: bool = True,
+        variant: tuple[Any, ...] = (),
+    ) -> PassShape:
+        """The bucket for sequences of these lengths. `num_rows` None: all rows have logits."""
+        num_tokens, num_seqs, longest, heads = rows.count, len(contexts), rows.longest, self.heads
+        is_graph = may_graph and num_tokens <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
+        per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
+        if is_graph:
+            num_seqs = bucket(num_seqs)
+            num_tokens = num_seqs if longest == 1 else bucket(num_tokens)
+            num_items = num_seqs if longest <= per_item else attention.num_items_bound(num_tokens, num_seqs, per_item)
+        else:
+            num_items = int((-(-rows.lengths // per_item)).sum())
+        # Rounded up, or every few tokens would bring another graph.
+        context = max(1 << (int(contexts.max()) - 1).bit_length(), 8 * BLOCK_SIZE)
+        return PassShape(
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            num_rows=num_tokens if num_rows is None else num_seqs if is_graph else num_rows,
+            takes_all_rows=num_rows is None,
+            table_width=context // BLOCK_SIZE,
+            queries_per_item=per_item,
+            num_items=num_items,
+            num_splits=heads.num_splits(num_items, context, longest, self.device),
+            is_graph=is_graph,
+            variant=variant,
+        )
+
+    def prepare(self, shape: PassShape, more: dict[str, int], turn: int = 0) -> tuple[Pass, Sheet]:
+        """The pass and a sheet to write; `more` names arrays of the body's own. A pass that a step does several times
+        needs a sheet for each turn, since the device may not have read the last one yet."""
+        entry = self._passes.get(shape)
+        if entry is None:
+            entry = self._make(shape, more)
+            if shape.is_graph:
+                self._passes[shape] = entry
+        sheet = entry.sheets.get(turn)
+        if sheet is None:
+            sheet = entry.sheets[turn] = Sheet.blank(entry.layout, pinned=self.device.type == "cuda")
+        return entry, sheet
+
+    def _make(self, shape: PassShape, more: dict[str, int]) -> Pass:
+        sizes = {
+            "tokens": shape.num_tokens,
+            "sources": shape.num_tokens,
+            "positions": shape.num_tokens,
+            "slots": shape.num_tokens,
+            "starts": shape.num_seqs + 1,
+            "contexts": shape.num_seqs,
+            "table_offsets": shape.num_seqs,
+            "tables": shape.num_seqs * shape.table_width,
+            "items": 2 * shape.num_items,
+            "logit_rows": 0 if shape.takes_all_rows else shape.num_rows,
+        }
+        layout = Layout({**sizes, **more})
+        words = torch.empty(layout.num_words, dtype=torch.int32, device=self.device)
+        arrays = layout.views(words)
+        work = attention.AttentionWork(
+            starts=arrays["starts"],
+            contexts=arrays["contexts"],
+            tables=arrays["tables"],
+            table_offsets=arrays["table_offsets"],
+            items=arrays["items"].view(-1, 2),
+            queries_per_item=shape.queries_per_item,
+            num_splits=shape.num_splits,
+            # Nothing but the copy from the host writes them, and the pass began after it.
+            settled=True,
+        )
+        batch = PackedBatch(
+            tokens=arrays["tokens"],
+            positions=arrays["positions"],
+            slots=arrays["slots"],
+            logit_rows=None if shape.takes_all_rows else arrays["logit_rows"],
+            work=work,
+            sources=arrays["sources"],
+            drafted=self.drafted,
+        )
+        return Pass(shape, layout, words, arrays, batch)
+
+    def write(self, shape: PassShape, sheet: Sheet, rows: RaggedRows, contexts: IntArray, tables: NDArray[np.int32]) -> None:
+        """Everything about the batch but its tokens and logit rows. `tables` [sequences, at least enough blocks]."""
+        host = sheet.arrays
+        num_seqs, num_tokens = len(contexts), rows.count
+        if sheet.is_new("rows", rows.lengths):
+            self._write_rows(shape, host, rows)
+        firsts = contexts - rows.lengths
+        positions = firsts[rows.owners] + rows.offsets
+        host["positions"][:num_tokens] = positions
+        host["slots"][:num_tokens] = tables[rows.owners, positions >> _BLOCK_BITS] * BLOCK_SIZE + (positions & _IN_BLOCK)
+        host["contexts"][:num_seqs] = contexts
+        width = min(shape.table_width, tables.shape[1])
+        host["tables"].reshape(-1, shape.table_width)[:num_seqs, :width] = tables[:, :width]
+
+    def _write_rows(self, shape: PassShape, host: dict[str, NDArray[np.int32]], rows: RaggedRows) -> None:
+        """What depends on the lengths alone."""
+        num_seqs, num_tokens = len(rows.lengths), rows.count
+        host["slots"][num_tokens:] = -1
+        host["sources"].fill(-1)
+        host["starts"][:num_seqs] = rows.starts
+        host["starts"][num_seqs:] = num_tokens
+        host["contexts"][num_seqs:] = 0
+        host["table_offsets"][:] = np.arange(shape.num_seqs) * shape.table_width
+        items = attention.make_items(rows.lengths, shape.queries_per_item)
+        host["items"][: items.size] = items.ravel()
+        host["items"][items.size :] = -1
+
+    def run(self, entry: Pass, sheet: Sheet) -> Any:
+        """Do the pass now, or rather as soon as the device gets to it."""
+        entry.words.copy_(sheet.words, non_blocking=True)
+        entry.num_runs += 1
+        if not entry.shape.is_graph or entry.num_runs == 1:
+            # The first time without a graph: kernels are compiled, and the shape may never come again.
+            return self.body(entry)
+        if entry.graph is None:
+            self._capture(entry)
+        assert entry.graph is not None
+        entry.graph.replay()
+        return entry.result
+
+    def _capture(self, entry: Pass) -> None:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Without the collection of garbage that torch.cuda.graph() begins with: it takes longer than the capture.
+            pool = () if self._pool is None else (self._pool,)
+            graph.capture_begin(*pool, capture_error_mode="thread_local")
+            try:
+                entry.result = self.body(entry)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._pool = graph.pool()
+        entry.graph = graph
+        self.num_captured += 1

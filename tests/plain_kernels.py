@@ -1,0 +1,224 @@
+"""Plain PyTorch in place of the device path's kernels, and CUDA graphs that are only played.
+
+The executor's books (staging, tables, buckets, rows) are then tested on any machine and a hundred times faster than in
+Triton's interpreter. Strict where kernels are lenient: rows that nothing covers are NaN, and what must not be read
+fails. The kernels themselves have tests of their own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsde.core.rng import Purpose
+from dsde.models import backend, passes
+from dsde.models.batch import BLOCK_SIZE
+from dsde.models.kernels import attention, embedding, rotary
+from dsde.models.kernels.attention import AttentionWork
+from dsde.sampling import kernels
+from dsde.sampling.kernels import DraftStore, DrawMode, Draws
+from dsde.sampling.truncation import truncate
+from dsde.verification.divergence import kl_divergence
+from dsde.verification.kernels import Findings, Judgement
+
+SHARED = 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
+    from dsde.drafting import device
+    from dsde.engine import device_executor
+
+    monkeypatch.setattr(embedding, "embed", embed)
+    monkeypatch.setattr(rotary, "rotate_and_store", rotate_and_store)
+    monkeypatch.setattr(attention, "paged_attention", paged_attention)
+    monkeypatch.setattr(device, "sample_drafts", sample_drafts)
+    monkeypatch.setattr(device_executor, "judge", judge)
+    monkeypatch.setattr(kernels, "exponentials", exponentials)
+    if with_graphs:
+        monkeypatch.setattr(backend, "num_multiprocessors", lambda _: 4)
+        monkeypatch.setattr(passes.PassRunner, "shape", shape_on_a_device)
+        monkeypatch.setattr(passes.PassRunner, "_capture", pretend_to_capture)
+
+
+_shape = passes.PassRunner.shape
+
+
+def shape_on_a_device(self: passes.PassRunner, *args: Any, **kwargs: Any) -> passes.PassShape:
+    device, self.device = self.device, SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    try:
+        return _shape(self, *args, **kwargs)
+    finally:
+        self.device = device
+
+
+def pretend_to_capture(self: passes.PassRunner, entry: Any, layout: Any, shape: passes.PassShape) -> None:
+    """What is replayed reads the places of the words that there were at the time of capture, as a graph would."""
+
+    def replay() -> None:
+        entry.result = self._call(layout, entry.words, shape)
+
+    entry.graph = SimpleNamespace(replay=replay)
+    self.num_captured += 1
+
+
+def embed(
+    tokens: torch.Tensor, sources: torch.Tensor, drafted: torch.Tensor, weight: torch.Tensor, scale: float
+) -> torch.Tensor:
+    chosen = torch.where(sources >= 0, drafted[sources.clamp(min=0).long()], tokens)
+    assert (chosen >= 0).all(), "a token that nobody wrote"
+    return weight[chosen.long().clamp(max=len(weight) - 1)] * scale
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    cache_k: torch.Tensor,
+    cache_v: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *_: Any,
+) -> torch.Tensor:
+    heads = qkv.view(len(qkv), -1, head_dim)
+    cos, sin = table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    low, high = heads[:, : num_heads + num_kv_heads].chunk(2, dim=-1)
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    stored = slots >= 0
+    places = slots[stored].long()
+    for cache, rows in ((cache_k, rotated[:, num_heads:]), (cache_v, heads[:, num_heads + num_kv_heads :])):
+        cache[places] = rows[stored]
+        # Sequences that share a block may fill it together, but only with the same.
+        torch.testing.assert_close(cache[places], rows[stored], atol=1e-4, rtol=1e-4)
+    return rotated[:, :num_heads]
+
+
+def paged_attention(
+    q: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, work: AttentionWork, scale: float, *_: Any
+) -> torch.Tensor:
+    out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    starts, contexts, offsets = work.starts.tolist(), work.contexts.tolist(), work.table_offsets.tolist()
+    heads_per_kv = q.shape[1] // cache_k.shape[1]
+    for sequence, first in work.items.tolist():
+        if sequence < 0:
+            continue
+        num_queries, context = starts[sequence + 1] - starts[sequence], contexts[sequence]
+        blocks = work.tables[offsets[sequence] :][: -(-context // BLOCK_SIZE)].long()
+        slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:context]
+        keys, values = (cache[slots].repeat_interleave(heads_per_kv, 1) for cache in (cache_k, cache_v))
+        rows = slice(starts[sequence] + first, starts[sequence] + min(first + work.queries_per_item, num_queries))
+        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
+        positions = context - num_queries + first + torch.arange(scores.shape[1])
+        scores.masked_fill_(torch.arange(context) > positions[:, None], -torch.inf)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out
+
+
+def exponentials(seeds: torch.Tensor, counters: torch.Tensor, purposes: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Any noise will do that is a function of its key."""
+    keys = zip(seeds.tolist(), counters.tolist(), purposes.tolist(), strict=True)
+    rows = [_generator(*seed, counter, purpose).exponential(size=vocab) for seed, counter, purpose in keys]
+    return torch.from_numpy(np.stack(rows)).float().clamp_(min=2.0**-33)
+
+
+def sample_drafts(
+    logits: torch.Tensor,
+    draws: Draws,
+    depth: torch.Tensor,
+    first_row: torch.Tensor,
+    store: DraftStore,
+    sampled: bool,
+    truncated: bool,
+) -> None:
+    vocab = store.logits.shape[1]
+    columns = min(vocab, logits.shape[1])
+    for row, mode in enumerate(draws.modes.tolist()):
+        if mode == DrawMode.PADDING:
+            continue
+        place = int(first_row) + row
+        assert torch.isfinite(logits[row]).all()
+        store.logits[place] = -torch.inf
+        store.logits[place, :columns] = logits[row, :columns]
+        purpose = Purpose.DRAFT if mode == DrawMode.RATIO else SHARED
+        store.tokens[place] = _race(store.logits[place], draws, row, int(depth), purpose, sampled, truncated)
+
+
+def judge(
+    logits: torch.Tensor,
+    judgement: Judgement,
+    store: DraftStore | None,
+    findings: Findings,
+    sampled: bool,
+    truncated: bool,
+    point_mass: bool,
+    synthetic_rates: torch.Tensor | None = None,
+) -> None:
+    assert synthetic_rates is None
+    draws = judgement.draws
+    for sequence, (start, length) in enumerate(zip(judgement.starts.tolist(), judgement.lengths.tolist(), strict=True)):
+        rows = slice(start, start + length + 1)
+        assert judgement.row_sequences[rows].tolist() == [sequence] * (length + 1)
+        assert judgement.row_depths[rows].tolist() == list(range(length + 1))
+        assert torch.isfinite(logits[rows]).all()
+        *places, last = judgement.row_drafts[rows].tolist()
+        assert min(places, default=0) >= 0 > last
+        drafted = [] if store is None else store.tokens[places].tolist()
+        emitted: list[int] = []
+        for depth in range(length + 1):
+            target = logits[start + depth]
+            arguments = draws, sequence, depth
+            if draws.modes[sequence] == DrawMode.RATIO and depth < length:
+                assert store is not None
+                assert not point_mass
+                token, stands = _by_ratio(target, store.logits[places[depth]], drafted[depth], *arguments)
+            else:
+                purpose = Purpose.EMIT if draws.modes[sequence] == DrawMode.RATIO else SHARED
+                token = _race(target, *arguments, purpose, sampled, truncated)
+                stands = depth < length and token == drafted[depth]
+            emitted.append(token)
+            if not stands:
+                break
+        findings.accepted[sequence] = len(emitted) - 1
+        findings.emitted[sequence] = -1
+        findings.emitted[sequence, : len(emitted)] = torch.tensor(emitted, dtype=torch.int32)
+        if length and store is not None and not point_mass:
+            target_rows = torch.arange(start, start + length)
+            findings.klds[sequence, :length] = kl_divergence(logits, target_rows, store.logits[places])
+
+
+def _by_ratio(
+    target: torch.Tensor, draft: torch.Tensor, drafted: int, draws: Draws, row: int, depth: int
+) -> tuple[int, bool]:
+    p, q = (_distribution(logits, draws, row) for logits in (target, draft))
+    key = *draws.seeds[row].tolist(), int(draws.counters[row]) + depth
+    if _generator(*key, Purpose.ACCEPT).random() * q[drafted] < p[drafted]:
+        return drafted, True
+    rest = (p - q).clamp_(min=0)
+    rest = rest if rest.sum() > 0 else p
+    return int(np.argmax(rest.numpy() / _generator(*key, Purpose.EMIT).exponential(size=len(p)))), False
+
+
+def _race(
+    logits: torch.Tensor, draws: Draws, row: int, depth: int, purpose: int, sampled: bool, truncated: bool
+) -> int:
+    if draws.modes[row] == DrawMode.GREEDY:
+        return int(logits.argmax())
+    assert sampled
+    assert truncated or not (draws.top_ks[row] > 0 or draws.top_ps[row] < 1 or draws.min_ps[row] > 0)
+    key = draws.seeds[row : row + 1], draws.counters[row : row + 1] + depth, torch.tensor([purpose])
+    return int((_distribution(logits, draws, row) / exponentials(*key, len(logits))[0]).argmax())
+
+
+def _distribution(logits: torch.Tensor, draws: Draws, row: int) -> torch.Tensor:
+    probs = torch.softmax(logits.float() * draws.inv_temperatures[row], -1).unsqueeze(0)
+    truncate(probs, [float(draws.min_ps[row])], [int(draws.top_ks[row])], [float(draws.top_ps[row])])
+    return probs[0]
+
+
+def _generator(*key: int) -> np.random.Generator:
+    return np.random.default_rng([word & 0xFFFFFFFF for word in key])

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from dsde.core.rng import Purpose
-from dsde.models import backend, passes
+from dsde.device import backend
+from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.kernels import attention, embedding, rotary
 from dsde.models.kernels.attention import AttentionWork
@@ -55,13 +56,11 @@ def shape_on_a_device(self: passes.PassRunner, *args: Any, **kwargs: Any) -> pas
         self.device = device
 
 
-def pretend_to_capture(self: passes.PassRunner, entry: Any, layout: Any, shape: passes.PassShape) -> None:
-    """What is replayed reads the places of the words that there were at the time of capture, as a graph would."""
-
+def pretend_to_capture(self: passes.PassRunner, entry: passes.Pass) -> None:
     def replay() -> None:
-        entry.result = self._call(layout, entry.words, shape)
+        entry.result = self.body(entry)
 
-    entry.graph = SimpleNamespace(replay=replay)
+    entry.graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
     self.num_captured += 1
 
 
@@ -161,6 +160,8 @@ def judge(
     assert synthetic_rates is None
     draws = judgement.draws
     for sequence, (start, length) in enumerate(zip(judgement.starts.tolist(), judgement.lengths.tolist(), strict=True)):
+        if draws.modes[sequence] == DrawMode.PADDING:
+            continue
         rows = slice(start, start + length + 1)
         assert judgement.row_sequences[rows].tolist() == [sequence] * (length + 1)
         assert judgement.row_depths[rows].tolist() == list(range(length + 1))
@@ -172,9 +173,8 @@ def judge(
         for depth in range(length + 1):
             target = logits[start + depth]
             arguments = draws, sequence, depth
-            if draws.modes[sequence] == DrawMode.RATIO and depth < length:
+            if draws.modes[sequence] == DrawMode.RATIO and depth < length and not point_mass:
                 assert store is not None
-                assert not point_mass
                 token, stands = _by_ratio(target, store.logits[places[depth]], drafted[depth], *arguments)
             else:
                 purpose = Purpose.EMIT if draws.modes[sequence] == DrawMode.RATIO else SHARED

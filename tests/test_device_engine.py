@@ -22,10 +22,11 @@ pytest.importorskip("triton")
 
 import plain_kernels
 from dsde import RequestOutput, SamplingParams
+from dsde.device import backend
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
 from dsde.engine.executor import HostExecutor
-from dsde.models import backend, passes
+from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.decoder import Decoder
 from dsde.policies import BatchView, Plan, Policy
@@ -177,7 +178,7 @@ def test_greedy_text_is_the_hosts(way: Way, policy: str, draft: str) -> None:
     work = random_work(seed=1, greedy=True)
     engine = way.engine(draft, policy, max_num_seqs=16, max_num_batched_tokens=40)
     check_same(way.alone(work), answers_together(engine, work, seed=2))
-    assert engine.executor.num_host_steps == 0
+    assert engine.metrics.num_host_steps == 0
     assert (engine.metrics.num_accepted_tokens > 0) == (draft != "none")
     check_nothing_is_held(engine)
 
@@ -197,15 +198,15 @@ def test_edited_requests_share_batches_with_others(way: Way, draft: str, greedy:
     engine = way.engine(draft, "static:5", max_num_seqs=8)
     expected = way.alone(work) if greedy else way.alone_on_device(work)
     check_same(expected, answers_together(engine, work, seed=6))
-    assert 0 < engine.executor.num_host_steps < engine.metrics.num_steps
+    assert 0 < engine.metrics.num_host_steps < engine.metrics.num_steps
 
 
 def test_steps_of_an_edited_request_are_counted(way: Way) -> None:
     engine = way.engine("close")
     output = complete(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, presence_penalty=0.5))[0]
-    assert engine.executor.num_host_steps == engine.metrics.num_steps == output.metrics.num_steps
+    assert engine.metrics.num_host_steps == engine.metrics.num_steps == output.metrics.num_steps
     complete(engine, [[1, 2, 3]], GREEDY)
-    assert engine.executor.num_host_steps == output.metrics.num_steps
+    assert engine.metrics.num_host_steps == output.metrics.num_steps
 
 
 @pytest.mark.parametrize("seed", range(10 if HAS_CUDA else 4))
@@ -221,7 +222,7 @@ def test_blocks_that_change_hands_while_the_host_steps(way: Way, seed: int) -> N
     engine.add(prompts[1], SamplingParams(temperature=0, max_tokens=30, presence_penalty=0.1, speculation="off"))
     second = engine.add(prompts[1], SamplingParams(temperature=0, max_tokens=60, speculation="off"))
     done = run(engine)
-    assert engine.executor.num_host_steps >= 30
+    assert engine.metrics.num_host_steps >= 30
     expected = way.alone([(prompts[0], long), (prompts[1], SamplingParams(temperature=0, max_tokens=60))])
     assert tokens_of([done[first], done[second]]) == tokens_of(expected)
 
@@ -339,6 +340,17 @@ def test_aborts_while_a_step_is_under_way(way: Way, num_steps: int) -> None:
     check_nothing_is_held(engine)
 
 
+def test_an_abort_while_its_prompt_is_scored(way: Way) -> None:
+    engine = way.engine("close", max_num_batched_tokens=16)
+    gone = engine.add([7] * 40, SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1))
+    scored = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
+    kept = engine.add([8] * 20, scored)
+    engine.step()
+    engine.step()
+    assert engine.abort(gone) is not None
+    check_same(way.alone([([8] * 20, scored)]), [run(engine)[kept]])
+
+
 def test_a_step_that_nobody_waits_for_any_more_is_over_before_the_next(way: Way) -> None:
     """Its inputs lie in a buffer that the next step writes."""
     engine = way.engine("close")
@@ -401,7 +413,7 @@ def test_kernels_and_host_share_a_seeds_noise(kernels: Way) -> None:
     engine = kernels.engine("close", "static:2")
     together = answers_together(engine, [([5, 6, 7], params), ([1, 2], edited)], seed=1)
     assert tokens_of(together[:1]) == tokens_of(alone)
-    assert engine.executor.num_host_steps > 0
+    assert engine.metrics.num_host_steps > 0
 
 
 def test_kernels_draw_what_may_be_drawn(kernels: Way) -> None:
@@ -457,11 +469,14 @@ def test_distribution(name: str, policy: str | None, draft: str, seeded: bool) -
 def test_synthetic_acceptance(kernels: Way, temperature: float, rate: float) -> None:
     count, length = (200, 60) if HAS_CUDA else (2, 8)
     engine = kernels.engine("far", "static:2", synthetic_acceptance=(rate,))
-    prompts = [[i % VOCAB, 3] for i in range(count)]
-    complete(engine, prompts, SamplingParams(temperature=temperature, max_tokens=length))
-    metrics = engine.metrics
-    accepted, drafted = metrics.num_accepted_tokens_per_pos[0], metrics.num_draft_tokens_per_pos[0]
-    assert stats.binomtest(accepted, drafted, rate).pvalue > TOO_UNLIKELY
+    params = SamplingParams(temperature=temperature, max_tokens=length)
+    names = [engine.add([i % VOCAB, 3], params, trace=True) for i in range(count)]
+    done = run(engine)
+    traces = [done[name].metrics.trace or [] for name in names]
+    stood = [[record.accepted > 0 for record in trace if record.drafted] for trace in traces]
+    assert stats.binomtest(sum(map(sum, stood)), sum(map(len, stood)), rate).pvalue > TOO_UNLIKELY
+    # A coin for every step, not one for every sequence.
+    assert any(0 < sum(one) < len(one) for one in stood)
 
 
 # Devices only

@@ -6,7 +6,9 @@ precision is float16 there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +16,15 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
 from dsde.models.attention import write_kv
 from dsde.models.config import Rope
+from dsde.models.kernels import fragment
+from dsde.models.kernels.fragment import FragmentTile
 from dsde.models.kernels.gate import Activation, gated
-from dsde.models.kernels.matmul import DotTile, RowTile, Tile, choose_tile, skinny_linear
+from dsde.models.kernels.matmul import RowTile, Tile, choose_tile, is_skinny, skinny_linear
 from dsde.models.kernels.norm import rms_norm
 from dsde.models.kernels.rotary import rotate_and_store
 from dsde.models.layers import Rotary, rotate
@@ -32,6 +39,26 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=not HAS_GPU)
+def gluon_without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter knows no Gluon; but without its layouts, Gluon is Triton."""
+    for name in ("_index", "_load", "_norm", "_fragment_kernel"):
+        monkeypatch.setattr(fragment, name, InterpretedFunction(getattr(fragment, name).fn))
+
+    def drop_layout(name: str):
+        return lambda *arguments, layout=None, **options: getattr(tl, name)(*arguments, **options)
+
+    shared = ("arange", "expand_dims", "load", "minimum", "permute", "program_id", "reshape", "split", "static_range")
+    language = SimpleNamespace(**{name: drop_layout(name) for name in (*shared, "store", "sum", "zeros")})
+    language.float32, language.int64 = tl.float32, tl.int64
+    language.convert_layout = lambda value, layout, assert_trivial=False: value
+    language.SliceLayout = language.DotOperandLayout = lambda *arguments: None
+    monkeypatch.setattr(fragment, "gl", language)
+    monkeypatch.setattr(fragment, "mma_v2", drop_layout("dot"))
+    for name in ("_product_layout", "_sum_layout"):
+        monkeypatch.setattr(fragment, name, lambda *arguments: None)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -63,26 +90,31 @@ def reference_linear(
 
 
 def weight_of(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    return (torch.randn(rows, width) / width**0.5).to(device=DEVICE, dtype=dtype)
+    return (torch.randn(rows, width, device=DEVICE) / width**0.5).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["single", "half"])
+SHAPES = [(1, 40, 48), (2, 64, 32), (4, 34, 96), (5, 34, 96), (8, 140, 40), (9, 70, 64), (16, 200, 272)]
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "rows", "width"), [(1, 40, 48), (3, 64, 32), (5, 34, 96), (9, 70, 64), (20, 48, 272), (33, 20, 48)]
+    ("num_tokens", "rows", "width", "dtype"),
+    [(*shape, HALF) for shape in SHAPES] + [(*shape, torch.float32) for shape in SHAPES if shape[0] <= 4],
+    ids=str,
 )
 def test_linear(num_tokens: int, rows: int, width: int, dtype: torch.dtype) -> None:
     x, weight, bias = random(num_tokens, width, dtype=dtype), weight_of(rows, width, dtype), random(rows, dtype=dtype)
+    assert is_skinny(num_tokens, weight)
     assert_close(skinny_linear(x, weight), reference_linear(x, weight), dtype)
     assert_close(skinny_linear(x, weight, bias), reference_linear(x, weight, bias), dtype)
 
 
 TILES = [
-    RowTile(1, 2, 4),
-    RowTile(4, 4, 4),
     RowTile(8, 1, 4),
-    DotTile(8, 16, 64, 1, 4, 3, prefetch=64),
-    DotTile(8, 16, 16, 4, 4, 3, prefetch=64),
-    DotTile(16, 32, 32, 2, 4, 2),
+    RowTile(8, 2, 4),
+    FragmentTile(8, columns=64, num_warps=2, depth=1, resident=2),
+    FragmentTile(8, columns=64, num_warps=1, depth=3, resident=3, norms=False),
+    FragmentTile(16, columns=64, num_warps=1, depth=4, resident=4),
+    FragmentTile(16, columns=128, num_warps=1, depth=2, resident=2),
 ]
 
 
@@ -126,19 +158,63 @@ def test_strided_rows() -> None:
     assert not out[:, 16:].any()
 
 
-def test_every_number_of_tokens_has_a_tile_that_holds_it() -> None:
-    for num_tokens in range(1, 65):
-        for width in (32, 2048, 14336, 28672):
-            tile = choose_tile(num_tokens, 4096, width, False, 2)
-            assert isinstance(tile, RowTile) or tile.tokens >= num_tokens
-    with pytest.raises(ValueError, match="at most 64"):
-        choose_tile(65, 4096, 4096, False, 2)
+WEIGHTS = [(64, 32), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (128256, 2048), (896, 4864)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", range(1, 18))
+def test_what_is_skinny_has_a_tile_that_holds_it(num_tokens: int, dtype: torch.dtype) -> None:
+    for shape in WEIGHTS:
+        weight = torch.empty(shape, dtype=dtype, device="meta")
+        if is_skinny(num_tokens, weight):
+            for has_gate in (False, True):
+                assert choose_tile(num_tokens, weight, has_gate).tokens >= num_tokens
+
+
+def test_what_is_not_skinny() -> None:
+    weight = torch.empty(64, 32, dtype=HALF, device="meta")
+    assert is_skinny(16, weight)
+    assert not is_skinny(17, weight)
+    assert not is_skinny(5, weight.float())
+    assert not is_skinny(5, weight.t())
+    assert not is_skinny(5, torch.empty(64, 36, dtype=HALF, device="meta"))
+    assert not is_skinny(1, torch.empty(64, 1 << 16, dtype=HALF, device="meta"))
+    with pytest.raises(ValueError, match="too many rows: 17"):
+        choose_tile(17, weight, False)
+    with pytest.raises(ValueError, match="too many rows: 5"):
+        choose_tile(5, weight.float(), False)
+    with pytest.raises(ValueError, match="too wide"):
+        choose_tile(1, torch.empty(64, 1 << 16, dtype=HALF, device="meta"), False)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 8, 9, 16])
+@pytest.mark.parametrize("width", [32, 48, 576, 896, 2048, 8192, 14336])
+def test_tiles_fit_the_shape(num_tokens: int, width: int) -> None:
+    """No warp of a block without columns, and registers for more than the weights that a thread has under way."""
+    for rows in (64, 2048, 4096, 6144, 16384, 128256):
+        tile = fragment.choose_tile(num_tokens, rows, width, 132)
+        assert (tile.num_warps // 2) * tile.columns < width
+        registers_of_weights = tile.depth * 16 * tile.columns // 32 // 2
+        assert registers_of_weights < fragment.max_registers(tile)
+
+
+FULL_SIZES: list[tuple[int, int, Activation | None]] = [
+    (6144, 4096, None),
+    (4096, 14336, None),
+    (28672, 4096, "silu"),
+    (16384, 2048, "silu"),
+    (9728, 896, "silu"),
+    (151936, 896, None),
+    (960, 576, None),
+    (2048, 20480, None),
+]
+"""Weights of models from 135 million to 8 billion parameters, and one that only the fragment kernel takes."""
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
-@pytest.mark.parametrize("num_tokens", [1, 4, 5, 16, 40])
-@pytest.mark.parametrize(("rows", "width", "gate"), [(6144, 4096, None), (4096, 14336, None), (16384, 2048, "silu")])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize(("rows", "width", "gate"), FULL_SIZES)
 def test_linear_at_full_size(num_tokens: int, rows: int, width: int, gate: Activation | None) -> None:
     x, weight = random(num_tokens, width, dtype=HALF), weight_of(rows, width, HALF)
     norm_weight = random(width, dtype=HALF)
@@ -148,31 +224,34 @@ def test_linear_at_full_size(num_tokens: int, rows: int, width: int, gate: Activ
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
-def test_a_layer_in_a_graph() -> None:
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize(("width", "inner"), [(2048, 4096), (4096, 9216), (896, 4864)])
+def test_a_layer_in_a_graph(width: int, inner: int, num_tokens: int) -> None:
     """Products that feed each other, replayed: early launch must not let one read what another has yet to write."""
-    width, inner = 2048, 4096
-    norm_weight = random(width, dtype=HALF)
-    layers = [(weight_of(2 * inner, width, HALF), weight_of(width, inner, HALF)) for _ in range(8)]
-    start = random(5, width, dtype=HALF)
+    heads = 3 * width // 2
+    shapes = [(heads, width), (width, heads), (2 * inner, width), (width, inner)]
+    layers = [[weight_of(*shape, HALF) for shape in shapes] for _ in range(6)]
+    norm_weight, start = random(width, dtype=HALF), random(num_tokens, width, dtype=HALF)
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        for gate_up, down in layers:
+    def forward(hidden: torch.Tensor, after_each: Callable[[], None]) -> torch.Tensor:
+        for qkv, output, gate_up, down in layers:
+            mixed = skinny_linear(hidden, qkv, norm_weight=norm_weight, norm_eps=EPS)
+            after_each()
+            skinny_linear(mixed, output, residual=hidden)
+            after_each()
             mixed = skinny_linear(hidden, gate_up, norm_weight=norm_weight, norm_eps=EPS, gate="silu")
+            after_each()
             skinny_linear(mixed, down, residual=hidden)
+            after_each()
         return hidden
 
-    eager = start.clone()
-    for gate_up, down in layers:
-        one_by_one = skinny_linear(eager, gate_up, norm_weight=norm_weight, norm_eps=EPS, gate="silu")
-        torch.cuda.synchronize()
-        skinny_linear(one_by_one, down, residual=eager)
-        torch.cuda.synchronize()
+    expected = forward(start.clone(), torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = forward(start.clone())
+        result = forward(start.clone(), lambda: None)
     for _ in range(50):
         graph.replay()
-        assert torch.equal(result, eager)
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["single", "half"])

@@ -17,3 +17,7 @@ class ModelError(DsdeError):
 
 class DownloadError(ModelError):
     """Weights are not on this machine and could not be fetched."""
+
+
+class OutOfMemory(DsdeError):
+    """A step needed more memory than there is; the message says what to lower. Nothing is lost: it can be run again."""

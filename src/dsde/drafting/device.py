@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
-from dsde.drafting.model import ModelDrafter
+from dsde.device.staging import Sheet
+from dsde.drafting.kernels import NUM_REREAD, advance
+from dsde.drafting.model import DraftShare, ModelDrafter
 from dsde.drafting.sequence_table import DRAW_FIELDS, Mode, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import Pass, PassRunner, RaggedRows, bucket
-from dsde.models.staging import Sheet
 from dsde.sampling.kernels import DraftStore, Draws, sample_drafts
 
 IntArray = NDArray[np.int64]
@@ -76,7 +77,12 @@ class Drafts:
 
 
 class DeviceDrafter:
-    """Queues the drafts of a `ModelDrafter` on its device."""
+    """Queues the drafts of a `ModelDrafter` on its device.
+
+    A step's first pass does not depend on how far the draft will go, so it is queued right behind the verdict of the
+    step before, ahead of the host (`read_ahead`): while the host learns what stood, decides and prepares, the device
+    already reads it and draws the first tokens. Whoever does not draft after all has lost nothing but that pass.
+    """
 
     def __init__(self, host: ModelDrafter, table: SequenceTable, drafts: Drafts) -> None:
         self.host = host
@@ -85,113 +91,206 @@ class DeviceDrafter:
         self.drafts = drafts
         self.passes = PassRunner(host.model.heads, drafts.tokens, self._body)
         self._logits = torch.empty(0)
+        self._verdict = torch.empty(0, dtype=torch.int32)
+        self._ahead: dict[Sequence, int] = {}
+        """store rows of first tokens that were drawn ahead, good for the next step alone"""
 
     def propose(
         self, sequences: list[Sequence], slots: IntArray, lengths: IntArray, begin: Callable[[], None]
     ) -> DeviceProposals:
         """Queue the draft; `begin` is called right before the device first hears of it."""
-        share = self.host.share(sequences, lengths)
-        lengths, chunks, order = share.lengths, share.chunks, share.order
-        if len(order) == 0:
-            return DeviceProposals.nothing(len(sequences))
+        ahead = self._take_ahead(sequences, lengths)
+        share = self.host.share(sequences, np.where(ahead < 0, lengths, 0))
+        rooms = self.model.config.max_position_embeddings + 1 - np.array([len(s.tokens) for s in sequences])
+        lengths = np.where(ahead < 0, share.lengths, np.minimum(lengths, np.maximum(rooms, 0)))
         longest = int(lengths.max())
-        active = [sequences[i] for i in order.tolist()]
-        num_tokens = np.array([len(s.tokens) for s in active], dtype=np.int64)
-        counts = (lengths[:, None] > np.arange(longest)).sum(0)
-        firsts = np.concatenate(([0], np.cumsum(counts)))
-        batch = self._batch(active, slots[order], int(num_tokens.max()) + longest)
-        first = self._read(active, chunks[order], num_tokens, batch, int(counts[0]) if longest else 0)
-        begin()
-        self.passes.run(*first)
-        # The device is at work: what follows is prepared while it is.
-        for depth in range(1, longest):
-            contexts = num_tokens[: int(counts[depth])] + depth
-            self.passes.run(*self._extend(contexts, batch, depth, int(firsts[depth - 1]), int(firsts[depth])))
         rows = np.full((len(sequences), longest), -1, dtype=np.int64)
-        for depth in range(longest):
-            rows[order[: counts[depth]], depth] = firsts[depth] + np.arange(counts[depth])
-        self.host.settle(sequences, share)
+        if longest:
+            rows[:, 0] = ahead
+        num_rows = int(ahead.max()) + 1
+        if len(share.order):
+            num_drafting = int((share.lengths > 0).sum())
+            batch = self._batch([sequences[i] for i in share.order.tolist()], slots[share.order], 0)
+            step = self._read(batch, share.chunks[share.order], num_drafting, num_rows)
+            begin()
+            self.passes.run(*step)
+            if longest:
+                rows[share.order[:num_drafting], 0] = np.arange(num_rows, num_rows + num_drafting)
+            num_rows += num_drafting
+        order = np.argsort(-lengths, kind="stable")[: int((lengths > 0).sum())]
+        if longest > 1:
+            batch = self._batch([sequences[i] for i in order.tolist()], slots[order], longest)
+        for depth in range(1, longest):
+            active = order[: int((lengths > depth).sum())]
+            step = self._extend(batch.first(len(active)), depth, rows[active, depth - 1], num_rows)
+            begin()
+            self.passes.run(*step)
+            rows[active, depth] = np.arange(num_rows, num_rows + len(active))
+            num_rows += len(active)
+        self._settle(sequences, lengths, share, ahead)
         return DeviceProposals(lengths, rows, share.num_catch_up_tokens)
 
-    def _batch(self, active: list[Sequence], slots: IntArray, longest_context: int) -> _Batch:
-        variant = self.table.variant(slots)
-        tables = self.table.tables(slots, -(-longest_context // BLOCK_SIZE))
-        return _Batch(slots, tables, self.table.counters(active, variant[0]), variant)
+    def read_ahead(
+        self,
+        sequences: list[Sequence],
+        slots: IntArray,
+        lengths: IntArray,
+        verdict: torch.Tensor,
+        places: tuple[int, int],
+    ) -> bool:
+        """Queue the first pass of the next step's draft for those who draft in this one; False: there is nobody.
 
-    def make_room(self, num_drafted: int, num_seqs: int) -> None:
-        """Before a step whose drafts may be so many: graphs point to where they are kept."""
-        moved = self.drafts.make_room(num_drafted)
-        if self._logits.shape[0] < bucket(num_seqs):
+        `verdict` is where the device will find what stood (`places`: start and width of its emitted tokens), in the
+        order of `sequences`.
+        """
+        longest = self.model.config.max_position_embeddings
+        # Wherever the verdict ends, the newest token must have a block and a position.
+        rooms = [min(longest, len(s.block_table) * BLOCK_SIZE) - len(s.tokens) for s in sequences]
+        goes = np.flatnonzero((lengths > 0) & (lengths < rooms)).tolist()
+        if not goes:
+            return False
+        if verdict.data_ptr() != self._verdict.data_ptr():
+            self._verdict = verdict
+            self.passes.forget()
+        active = [sequences[i] for i in goes]
+        batch = self._batch(active, slots[goes], int(lengths.max()) + 1)
+        rows = RaggedRows(np.full(len(active), NUM_REREAD, dtype=np.int64))
+        contexts = batch.num_tokens + lengths[goes] + 1
+        counters = self.table.counters(active, batch.variant[0], num_steps_later=1)
+        entry, sheet = self._step(rows, contexts, batch, False, 0, 0, counters, is_ahead=True)
+        host, count = sheet.arrays, len(active)
+        host["logit_rows"][:count] = rows.starts + NUM_REREAD - 1
+        host["judged"].fill(-1)
+        host["judged"][:count] = goes
+        host["num_tokens"][:count] = batch.num_tokens
+        host["last_tokens"][:count] = [s.tokens[-1] for s in active]
+        host["emitted_start"][0], host["emitted_width"][0] = places
+        self.passes.run(entry, sheet)
+        self._ahead = {sequence: row for row, sequence in enumerate(active)}
+        return True
+
+    def forget_ahead(self) -> None:
+        """The next step will not follow on the last one."""
+        self._ahead = {}
+
+    def make_room(self, num_drafted: int, num_seqs: int) -> bool:
+        """Before a step whose drafts may be so many: graphs point to where they are kept. Whether they moved."""
+        moved = self.drafts.make_room(num_drafted + num_seqs)
+        if moved:
+            self.forget_ahead()
+        is_short = self._logits.shape[0] < bucket(num_seqs)
+        if is_short:
             # Shared by all graphs, which never run at the same time: a copy for each would be gigabytes.
             size = (max(bucket(num_seqs), 2 * self._logits.shape[0]), self.model.config.vocab_size)
             self._logits = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
-            moved = True
-        if moved:
+        if moved or is_short:
             self.passes.forget()
+        return moved
 
-    def _read(
-        self, active: list[Sequence], chunks: IntArray, num_tokens: IntArray, batch: _Batch, num_drafting: int
-    ) -> tuple[Pass, Sheet]:
+    def _take_ahead(self, sequences: list[Sequence], lengths: IntArray) -> IntArray:
+        """[sequences] store rows of first tokens that are there already; -1: none."""
+        ahead, self._ahead = self._ahead, {}
+        if not ahead:
+            return np.full(len(sequences), -1, dtype=np.int64)
+        rows = np.array([ahead.get(s, -1) for s in sequences], dtype=np.int64)
+        return np.where(lengths > 0, rows, -1)
+
+    def _settle(self, sequences: list[Sequence], lengths: IntArray, share: DraftShare, ahead: IntArray) -> None:
+        """Note what the draft has read."""
+        self.host.settle(sequences, share)
+        for i in np.flatnonzero(ahead >= 0).tolist():
+            sequences[i].num_draft_computed = len(sequences[i].tokens) + int(lengths[i]) - 1
+
+    def _batch(self, active: list[Sequence], slots: IntArray, num_more: int) -> _Batch:
+        num_tokens = np.array([len(s.tokens) for s in active], dtype=np.int64)
+        variant = self.table.variant(slots)
+        tables = self.table.tables(slots, -(-(int(num_tokens.max()) + num_more) // BLOCK_SIZE))
+        return _Batch(active, slots, num_tokens, tables, self.table.counters(active, variant[0]), variant)
+
+    def _read(self, batch: _Batch, chunks: IntArray, num_drafting: int, first_row: int) -> tuple[Pass, Sheet]:
         """Read what is new, and draw a first token for the first `num_drafting` sequences."""
         rows = RaggedRows(chunks)
-        starts = np.array([s.num_draft_computed for s in active], dtype=np.int64)
-        entry, sheet = self._step(rows, starts + chunks, batch, rows.longest == 1, 0, 0)
+        starts = np.array([s.num_draft_computed for s in batch.sequences], dtype=np.int64)
+        entry, sheet = self._step(rows, starts + chunks, batch, rows.longest == 1, 0, first_row)
         host = sheet.arrays
         if rows.longest == 1:
-            host["tokens"][: rows.count] = [s.tokens[s.num_draft_computed] for s in active]
+            host["tokens"][: rows.count] = [s.tokens[s.num_draft_computed] for s in batch.sequences]
         else:
-            places = zip(active, rows.starts.tolist(), chunks.tolist(), strict=True)
+            places = zip(batch.sequences, rows.starts.tolist(), chunks.tolist(), strict=True)
             for sequence, place, chunk in places:
                 start = sequence.num_draft_computed
                 host["tokens"][place : place + chunk] = sequence.tokens[start : start + chunk]
-            host["logit_rows"][: len(active)] = rows.starts + chunks - 1
-        if num_drafting < len(active):
+            host["logit_rows"][: len(chunks)] = rows.starts + chunks - 1
+        if num_drafting < len(chunks):
             host["modes"][num_drafting:] = Mode.PADDING
             sheet.written.pop("draws")
         return entry, sheet
 
-    def _extend(
-        self, contexts: IntArray, batch: _Batch, depth: int, source: int, first_row: int
-    ) -> tuple[Pass, Sheet]:
-        """Read the tokens drafted last, which begin at `source` in the store, and draw the next."""
-        count = len(contexts)
-        rows = RaggedRows(np.ones_like(contexts))
-        entry, sheet = self._step(rows, contexts, batch.first(count), True, depth, first_row)
-        sheet.arrays["sources"][:count] = np.arange(source, source + count)
+    def _extend(self, batch: _Batch, depth: int, sources: IntArray, first_row: int) -> tuple[Pass, Sheet]:
+        """Read the tokens drafted last, which lie at `sources` in the store, and draw the next."""
+        count = len(sources)
+        rows = RaggedRows(np.ones(count, dtype=np.int64))
+        entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row)
+        sheet.arrays["sources"][:count] = sources
         return entry, sheet
 
     def _step(
-        self, rows: RaggedRows, contexts: IntArray, batch: _Batch, takes_all_rows: bool, depth: int, first_row: int
+        self,
+        rows: RaggedRows,
+        contexts: IntArray,
+        batch: _Batch,
+        takes_all_rows: bool,
+        depth: int,
+        first_row: int,
+        counters: IntArray | None = None,
+        is_ahead: bool = False,
     ) -> tuple[Pass, Sheet]:
         num_rows = None if takes_all_rows else len(contexts)
-        shape = self.passes.shape(rows, contexts, num_rows, variant=batch.variant)
+        shape = self.passes.shape(rows, contexts, num_rows, variant=(*batch.variant, is_ahead))
         more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
+        if is_ahead:
+            more |= dict.fromkeys(("judged", "num_tokens", "last_tokens"), shape.num_seqs)
+            more |= {"emitted_start": 1, "emitted_width": 1}
         entry, sheet = self.passes.prepare(shape, more, turn=depth)
         self.passes.write(shape, sheet, rows, contexts, batch.tables)
-        self.table.write_draws(sheet, batch.slots, batch.counters)
+        self.table.write_draws(sheet, batch.slots, batch.counters if counters is None else counters)
         sheet.arrays["depth"][0] = depth
         sheet.arrays["first_row"][0] = first_row
         return entry, sheet
 
     def _body(self, entry: Pass) -> None:
         shape, arrays = entry.shape, entry.arrays
+        *variant, is_ahead = shape.variant
+        if is_ahead:
+            advance(arrays, self._verdict, shape.table_width)
         hidden = self.model.read(entry.batch, self.host.cache)
         logits = self.model.logits(hidden, entry.batch.logit_rows, out=self._logits[: shape.num_rows])
         draws, store = draws_of(arrays), self.drafts.store
-        sample_drafts(logits, draws, arrays["depth"], arrays["first_row"], store, *shape.variant)
+        sample_drafts(logits, draws, arrays["depth"], arrays["first_row"], store, *variant)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Those who draft in a step, the farthest first."""
+    """Those who take part in a pass."""
 
+    sequences: list[Sequence]
     slots: IntArray
+    num_tokens: IntArray
     tables: NDArray[np.int32]
     counters: IntArray
     variant: tuple[bool, bool]
 
     def first(self, count: int) -> _Batch:
-        return _Batch(self.slots[:count], self.tables[:count], self.counters[:count], self.variant)
+        if count == len(self.sequences):
+            return self
+        return _Batch(
+            self.sequences[:count],
+            self.slots[:count],
+            self.num_tokens[:count],
+            self.tables[:count],
+            self.counters[:count],
+            self.variant,
+        )
 
 
 def draws_of(arrays: dict[str, torch.Tensor]) -> Draws:

@@ -77,7 +77,7 @@ class ModelDrafter:
     def share(self, sequences: list[Sequence], lengths: IntArray) -> DraftShare:
         """Who reads how much and drafts how far in this step."""
         num_tokens = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
-        num_unread = num_tokens - [s.num_draft_computed for s in sequences]
+        num_unread = num_tokens - np.array([s.num_draft_computed for s in sequences], dtype=np.int64)
         # No farther than the draft's own context.
         rooms = self.model.config.max_position_embeddings + 1 - num_tokens
         lengths = np.minimum(lengths, np.maximum(rooms, 0))

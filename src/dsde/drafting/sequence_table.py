@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 
 from dsde.core.params import LONGEST_DRAFT
 from dsde.core.sequence import Sequence
+from dsde.device.staging import Sheet
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.staging import Sheet
 
 IntArray = NDArray[np.int64]
 
 DRAW_FIELDS = ("seeds", "counters", "modes", "inv_temperatures", "top_ks", "top_ps", "min_ps")
 
+
+COUNTERS_PER_STEP = 2 * LONGEST_DRAFT
+"""Random numbers of one step's depths must not be those of another's."""
 
 _PRIVATE = ("_min_lens", "_generations")
 
@@ -100,13 +103,15 @@ class SequenceTable:
         for name in ("inv_temperatures", "top_ks", "top_ps", "min_ps"):
             host[name][:count] = getattr(self, name)[slots]
 
-    def counters(self, sequences: list[Sequence], sampled: bool) -> IntArray:
+    def counters(self, sequences: list[Sequence], sampled: bool, num_steps_later: int = 0) -> IntArray:
         """Where in its own random numbers a sequence stands: at a position if seeded, else at a step, since a position
         that is drafted again needs fresh ones."""
         if not sampled:
             return np.zeros(len(sequences), dtype=np.int64)
+        spacing = COUNTERS_PER_STEP
         return np.array(
-            [s.num_output_tokens if s.coupled else s.num_steps * (2 * LONGEST_DRAFT) for s in sequences], dtype=np.int64
+            [s.num_output_tokens if s.coupled else (s.num_steps + num_steps_later) * spacing for s in sequences],
+            dtype=np.int64,
         )
 
     def variant(self, slots: IntArray) -> tuple[bool, bool]:

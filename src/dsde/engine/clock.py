@@ -1,4 +1,4 @@
-"""Times a step on a device by the device's own clock, without ever waiting for it."""
+"""Times steps on a device by the device's own clock, without ever waiting for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class Moment:
 
     def __init__(self, device: torch.device) -> None:
         # External: recorded within a graph, it is recorded again at every replay.
-        self.event = torch.cuda.Event(enable_timing=True, external=True) if device.type == "cuda" else None
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
         self.time = 0.0
 
     def record(self) -> None:
@@ -35,44 +37,62 @@ class Moment:
             self.event.synchronize()
 
 
-class Clock:
+class Timing:
     """A step begins when the device first hears of it, its draft is over, the target has read, the verdict is there.
 
-    Everything between the verdict of one step and the beginning of the next is time that the device spent waiting for
-    the host.
+    Between its end and the next step's beginning the device waits for the host, unless the draft reads ahead: that
+    belongs to the next step's draft.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._begun, self._drafted, self._judged, self._last_judged = (Moment(device) for _ in range(4))
-        self._has_begun = False
-        self._follows = False
-
-    def start(self) -> None:
-        """A step is about to be queued."""
-        self._judged, self._last_judged = self._last_judged, self._judged
-        self._has_begun = False
+        self.begun, self.drafted, self.judged, self.ahead = (Moment(device) for _ in range(4))
+        self.has_begun = False
+        self.has_read_ahead = False
+        self.before: Timing | None = None
+        """the step that this one follows on"""
 
     def begin(self) -> None:
         """The device is about to hear of it; the first call counts."""
-        if not self._has_begun:
-            self._begun.record()
-            self._has_begun = True
+        if not self.has_begun:
+            self.begun.record()
+            self.has_begun = True
 
-    def drafted(self) -> None:
-        self._drafted.record()
+    def read_ahead(self) -> None:
+        self.ahead.record()
+        self.has_read_ahead = True
 
-    def judged(self) -> None:
-        self._judged.record()
+    def seconds(self, read: Moment | None) -> Seconds:
+        """Wait until the step is over; its times. `read` None: nobody knows when the target had read."""
+        self.judged.wait()
+        draft = self.begun.until(self.drafted)
+        idle = 0.0
+        if self.before is not None:
+            ended = self.before.judged
+            if self.before.has_read_ahead:
+                ended = self.before.ahead
+                draft += self.before.judged.until(ended)
+            idle = max(ended.until(self.begun), 0.0)
+        if read is None:
+            return Seconds(draft, self.drafted.until(self.judged), 0.0, idle)
+        return Seconds(draft, self.drafted.until(read), read.until(self.judged), idle)
+
+
+class Clock:
+    """Hands out timings, a few of them in turn: no more steps than that are under way."""
+
+    def __init__(self, device: torch.device, num_timings: int = 4) -> None:
+        self._timings = [Timing(device) for _ in range(num_timings)]
+        self._next = 0
+        self._last: Timing | None = None
+
+    def start(self) -> Timing:
+        """For a step that is about to be queued."""
+        timing = self._timings[self._next]
+        self._next = (self._next + 1) % len(self._timings)
+        timing.has_begun = timing.has_read_ahead = False
+        timing.before, self._last = self._last, timing
+        return timing
 
     def forget(self) -> None:
         """What comes next does not follow on a step."""
-        self._follows = False
-
-    def seconds(self, read: Moment) -> Seconds:
-        """Wait until the step is over; its times."""
-        self._judged.wait()
-        idle = self._last_judged.until(self._begun) if self._follows else 0.0
-        self._follows = True
-        return Seconds(
-            self._begun.until(self._drafted), self._drafted.until(read), read.until(self._judged), max(idle, 0.0)
-        )
+        self._last = None

@@ -1,14 +1,15 @@
 """Queues a whole step on a device and looks at it again when it is over: one copy there for each pass, one copy back.
 
-Draft, target and verdict follow each other on the device without the host, which meanwhile reports the step before and
-prepares. Requests whose logits are edited by their own tokens (penalties, bias, minimum length) need the host to look at
-every token; a step with one of them goes the host's way, counted in `num_host_steps`. Knows nothing of policies.
+Draft, target and verdict follow each other on the device without the host, and the device does not wait for it between
+steps either: a draft reads on straight behind the verdict, and where nobody drafts the next step is queued before this
+one is over. Requests whose logits are edited by their own tokens (penalties, bias, minimum length) need the host to
+look at every token; a step with one of them goes the host's way. Knows nothing of policies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,15 +18,16 @@ from numpy.typing import NDArray
 
 from dsde.core.params import LONGEST_DRAFT
 from dsde.core.sequence import Sequence
+from dsde.device.staging import Sheet
 from dsde.drafting import ModelDrafter
 from dsde.drafting.device import DeviceDrafter, DeviceProposals, Drafts, draws_of
+from dsde.drafting.kernels import step_on
 from dsde.drafting.sequence_table import SequenceTable, draw_sizes
-from dsde.engine.clock import Clock, Moment
+from dsde.engine.clock import Clock, Moment, Timing
 from dsde.engine.executor import Flight, HostExecutor, Landing, judged_sequences
 from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import Pass, PassRunner, RaggedRows
-from dsde.models.staging import Sheet
+from dsde.models.passes import Pass, PassRunner, RaggedRows, bucket
 from dsde.verification import Verdict
 from dsde.verification.kernels import Findings, Judgement, judge
 
@@ -48,8 +50,15 @@ class DeviceFlight:
     drafted: IntArray
     num_catch_up_tokens: IntArray | None
     num_judged_rows: int
+    entry: Pass
     read: _Read
+    answer: _Answer
+    timing: Timing
     finish: Callable[[DeviceFlight], Landing]
+    longest_context: int
+
+    is_followed: bool = False
+    """another step has been queued that writes to the same places"""
 
     def land(self) -> Landing:
         return self.finish(self)
@@ -68,12 +77,14 @@ class _Variant(NamedTuple):
 class DeviceExecutor:
     is_asynchronous = True
 
+    @property
+    def num_ahead(self) -> int:
+        return 0 if self.drafter is None else 1
+
     def __init__(self, host: HostExecutor, max_num_seqs: int, max_model_len: int) -> None:
         self.host = host
         self.model = host.target.model
         self.device = self.model.device
-        self.num_host_steps = 0
-        """steps that went the host's way"""
         self.table = SequenceTable(blocks_for(max_model_len))
         tokens = torch.zeros(max_num_seqs * LONGEST_DRAFT, dtype=torch.int32, device=self.device)
         vocab_size = self.model.config.vocab_size
@@ -87,38 +98,65 @@ class DeviceExecutor:
         self.clock = Clock(self.device)
         self._rates = _by_depth(host.synthetic_acceptance, self.device)
         self._logits = torch.empty((0, vocab_size), dtype=self.model.dtype, device=self.device)
-        self._answers: dict[tuple[int, ...], _Answer] = {}
+        # All verdicts are written to the same place, where a draft that reads ahead looks for them.
+        self._findings = torch.zeros(
+            Findings.num_words(bucket(max_num_seqs), LONGEST_DRAFT), dtype=torch.int32, device=self.device
+        )
+        self._answers: dict[tuple[int, int], list[_Answer]] = {}
         self._rows = RaggedRows(np.ones(1, dtype=np.int64))
 
     def launch(self, work: Schedule, lengths: IntArray, scored: set[Sequence], want_klds: bool) -> Flight:
         sequences = [*work.decodes, *(s for s, _ in work.prefills)] if work.prefills else work.decodes
         slots = self.table.update(sequences)
         if self.table.any_edited(sequences, slots):
-            self.num_host_steps += 1
-            self.clock.forget()
+            self._forget()
             return self.host.launch(work, lengths, scored, want_klds)
-        self.clock.start()
-        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], lengths)
-        return self._verify(work, sequences, slots, proposals, known, scored)
+        timing = self.clock.start()
+        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], lengths, timing)
+        return self._verify(work, sequences, slots, proposals, known, scored, timing)
+
+    def follow(self, flight: Flight) -> Flight | None:
+        if not isinstance(flight, DeviceFlight) or flight.drafted.any():
+            return None
+        entry = flight.entry
+        has_room = flight.longest_context < entry.shape.table_width * BLOCK_SIZE
+        if not has_room or not self.passes.can_repeat(entry):
+            return None
+        timing = self.clock.start()
+        timing.begin()
+        timing.drafted.record()
+        step_on(entry.arrays, flight.read.findings.emitted, entry.shape.table_width)
+        read: _Read = self.passes.repeat(entry)
+        flight.is_followed = True
+        answer = self._fetch(read.findings, flight.answer)
+        timing.judged.record()
+        longest = flight.longest_context + 1
+        return replace(flight, read=read, answer=answer, timing=timing, longest_context=longest, is_followed=False)
 
     def reset(self) -> None:
-        self.clock.forget()
+        self._forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _forget(self) -> None:
+        """What comes next does not follow on the last step."""
+        self.clock.forget()
+        if self.drafter is not None:
+            self.drafter.forget_ahead()
+
     def _draft(
-        self, decodes: list[Sequence], slots: IntArray, lengths: IntArray
+        self, decodes: list[Sequence], slots: IntArray, lengths: IntArray, timing: Timing
     ) -> tuple[DeviceProposals, IntArray | None]:
         """What is drafted, and the tokens themselves where the host knows them."""
         drafter = self.host.drafter
         if drafter is None or not lengths.any():
+            if self.drafter is not None:
+                self.drafter.forget_ahead()
             return DeviceProposals.nothing(len(decodes)), None
         if self.drafter is not None:
-            capacity = self.drafts.store.logits.shape[0]
-            self.drafter.make_room(int(lengths.sum()), len(decodes))
-            if self.drafts.store.logits.shape[0] != capacity:
+            if self.drafter.make_room(int(lengths.sum()), len(decodes)):
                 self.passes.forget()
-            return self.drafter.propose(decodes, slots, lengths, self.clock.begin), None
+            return self.drafter.propose(decodes, slots, lengths, timing.begin), None
         proposals = drafter.propose(decodes, lengths)
         valid = np.arange(proposals.tokens.shape[1]) < proposals.lengths[:, None]
         rows = np.where(valid, np.cumsum(valid).reshape(valid.shape) - 1, -1)
@@ -132,6 +170,7 @@ class DeviceExecutor:
         proposals: DeviceProposals,
         known: IntArray | None,
         scored: set[Sequence],
+        timing: Timing,
     ) -> DeviceFlight:
         judged = judged_sequences(work) if work.prefills else work.decodes
         query_lens = 1 + proposals.lengths
@@ -153,27 +192,56 @@ class DeviceExecutor:
         num_judged_rows = judged_rows.count if judged_rows else 0
         padded_rows = shape.num_rows if shape.is_graph else num_judged_rows
         padded_judged = shape.num_seqs if shape.is_graph else len(judged)
-        more = {name: padded_rows for name in ("row_sequences", "row_depths", "row_drafts")}
+        more = dict.fromkeys(("row_sequences", "row_depths", "row_drafts"), padded_rows)
         more |= {"judged_starts": padded_judged, "lengths": padded_judged, **draw_sizes(padded_judged)}
         entry, sheet = self.passes.prepare(shape, more)
         host = sheet.arrays
-        tables = self.table.tables(slots, -(-int(contexts.max()) // BLOCK_SIZE))
+        tables = self.table.tables(slots, shape.table_width)
         self.passes.write(shape, sheet, rows, contexts, tables)
         _write_tokens(host, work, rows, proposals)
         if places is not None:
             host["logit_rows"][: len(places)] = places
         if judged_rows is not None:
             _write_judged(sheet, judged_rows, proposals)
-            self.table.write_draws(sheet, judged_slots, self.table.counters(judged, variant.sampled))
+            self.table.write_draws(
+                sheet, judged_slots, self.table.counters(judged, variant.sampled or self._rates is not None)
+            )
 
-        self.clock.begin()
-        self.clock.drafted()
+        timing.begin()
+        timing.drafted.record()
         if known is not None:
             self.drafts.tokens[: len(known)].copy_(torch.from_numpy(known.astype(np.int32)))
         read: _Read = self.passes.run(entry, sheet)
-        self._fetch(read.findings)
-        self.clock.judged()
-        return DeviceFlight(judged, drafted, proposals.num_catch_up_tokens, num_judged_rows, read, self._finish)
+        answer = self._fetch(read.findings, None)
+        timing.judged.record()
+        self._read_ahead(work.decodes, slots[: len(work.decodes)], proposals, read.findings, timing)
+        return DeviceFlight(
+            judged,
+            drafted,
+            proposals.num_catch_up_tokens,
+            num_judged_rows,
+            entry,
+            read,
+            answer,
+            timing,
+            self._finish,
+            int(contexts.max()),
+        )
+
+    def _read_ahead(
+        self,
+        decodes: list[Sequence],
+        slots: IntArray,
+        proposals: DeviceProposals,
+        findings: Findings,
+        timing: Timing,
+    ) -> None:
+        """While the host looks at the verdict, the draft reads what stood."""
+        if self.drafter is None or not proposals.rows.shape[1]:
+            return
+        places = (int(findings.emitted.storage_offset()), findings.emitted.shape[1])
+        if self.drafter.read_ahead(decodes, slots, proposals.lengths, self._findings, places):
+            timing.read_ahead()
 
     def _cached_rows(self, lengths: IntArray) -> RaggedRows:
         """Lengths are often those of the step before."""
@@ -191,14 +259,14 @@ class DeviceExecutor:
 
     def _body(self, entry: Pass) -> _Read:
         """Read, and judge what was read."""
-        shape, arrays, variant = entry.shape, entry.arrays, entry.shape.variant
+        shape, arrays, variant = entry.shape, entry.arrays, _Variant(*entry.shape.variant)
         hidden = self.model.read(entry.batch, self.host.target.cache)
         logits = self._logits[: shape.num_rows]
         if shape.num_rows:
             self.model.logits(hidden, entry.batch.logit_rows, out=logits)
         moment = Moment(self.device)
         moment.record()
-        findings = Findings.allocate(len(arrays["lengths"]), variant.longest, self.device)
+        findings = Findings.within(self._findings, len(arrays["lengths"]), variant.longest)
         if len(arrays["lengths"]):
             judgement = Judgement(
                 row_sequences=arrays["row_sequences"],
@@ -210,21 +278,33 @@ class DeviceExecutor:
             )
             store = self.drafts.store if variant.longest else None
             judged_logits = logits[: len(arrays["row_sequences"])]
-            judge(judged_logits, judgement, store, findings, *variant[:3], self._rates)
+            judge(
+                judged_logits,
+                judgement,
+                store,
+                findings,
+                variant.sampled,
+                variant.truncated,
+                variant.point_mass,
+                self._rates,
+            )
         return _Read(logits, findings, moment)
 
-    def _fetch(self, findings: Findings) -> None:
-        """Queue the one copy back."""
-        answer = self._answers.get(tuple(findings.klds.shape))
-        if answer is None:
-            buffer = torch.zeros(findings.buffer.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-            answer = self._answers[tuple(findings.klds.shape)] = _Answer.over(buffer, *findings.klds.shape)
-        answer.buffer.copy_(findings.buffer, non_blocking=True)
+    def _fetch(self, findings: Findings, taken: _Answer | None) -> _Answer:
+        """Queue the one copy back, not to where another step's answer is still waited for."""
+        num_sequences, longest = findings.klds.shape
+        answers = self._answers.get((num_sequences, longest))
+        if answers is None:
+            pinned = self.device.type == "cuda"
+            answers = [_Answer.blank(num_sequences, longest, pinned) for _ in range(2)]
+            self._answers[num_sequences, longest] = answers
+        answer = answers[answers[0] is taken]
+        answer.buffer.copy_(findings.buffer[: len(answer.buffer)], non_blocking=True)
+        return answer
 
     def _finish(self, flight: DeviceFlight) -> Landing:
-        seconds = self.clock.seconds(flight.read.moment)
-        count, drafted = len(flight.judged), flight.drafted
-        answer = self._answers[tuple(flight.read.findings.klds.shape)]
+        seconds = flight.timing.seconds(None if flight.is_followed else flight.read.moment)
+        count, drafted, answer = len(flight.judged), flight.drafted, flight.answer
         accepted = answer.accepted[:count].astype(np.int64)
         emitted = answer.emitted[:count].tolist()
         klds = entropies = np.empty(0)
@@ -265,7 +345,9 @@ class _Answer:
     entropies: NDArray[np.float32]
 
     @staticmethod
-    def over(buffer: torch.Tensor, num_sequences: int, max_length: int) -> _Answer:
+    def blank(num_sequences: int, max_length: int, pinned: bool) -> _Answer:
+        size = Findings.num_words(num_sequences, max_length)
+        buffer = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         views = Findings.within(buffer, num_sequences, max_length)
         return _Answer(
             buffer, views.accepted.numpy(), views.emitted.numpy(), views.klds.numpy(), views.entropies.numpy()

@@ -7,6 +7,7 @@ who runs (scheduler), how far to draft (policy), what to propose (drafter), what
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -15,29 +16,32 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dsde.core.errors import InvalidInput
+from dsde.core.errors import InvalidInput, OutOfMemory
 from dsde.core.outputs import FinishReason, Logprob, RequestOutput, StreamChunk
 from dsde.core.params import SamplingParams
 from dsde.core.sequence import Sequence, Status
+from dsde.device import backend
 from dsde.drafting import Drafter
 from dsde.engine.block_pool import BlockPool
 from dsde.engine.config import EngineConfig
-from dsde.engine.executor import Executor, Flight, HostExecutor, Landing
+from dsde.engine.executor import Executor, Flight, HostExecutor, HostFlight, Landing
 from dsde.engine.intake import Intake
-from dsde.engine.memory import count_blocks
+from dsde.engine.memory import count_blocks, describe_shortage
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.planning import LengthPlan, Planner
 from dsde.engine.request import Completion, Request
 from dsde.engine.scheduler import Schedule, Scheduler
 from dsde.engine.target import TargetRunner
 from dsde.engine.trace import record_step
-from dsde.models import backend
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.decoder import Decoder
 from dsde.models.tokenizer import Tokenizer
 from dsde.policies import Policy
 from dsde.sampling import Sampler
 from dsde.verification import top_logprobs
+
+_MOST_FLIGHTS = 2
+"""One more would only make the end of a request known later."""
 
 
 @dataclass(slots=True)
@@ -109,7 +113,13 @@ class Engine:
         if drafter is not None:
             drafter.allocate(num_blocks)
         self.executor: Executor = _make_executor(self.target, drafter, sampler, config, max_model_len)
-        self._flight: _StepInFlight | None = None
+        if self.executor.is_asynchronous:
+            self.planner.num_ahead = self.executor.num_ahead
+            self.scheduler.num_spare = BLOCK_SIZE if self.planner.never_drafts else 0
+        self._flights: deque[_StepInFlight] = deque()
+        """steps under way, the next to land first"""
+        self._unreported: deque[_Emission] = deque()
+        """outlives a step that fails after these were committed"""
         self._num_traced = 0
         """unfinished requests that want a trace"""
         self._free_slots: list[int] = []
@@ -117,7 +127,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return self._has_sequences or bool(self._unreported)
 
     def add(
         self, prompt: str | Seq[int], params: SamplingParams, request_id: str | None = None, trace: bool = False
@@ -154,28 +164,71 @@ class Engine:
         Where the executor is asynchronous the next step is on its way before this one is reported: the device works
         while texts are made, and while the caller does whatever it does with them.
         """
-        if not self.has_work:
-            self._flight = None
-            return StepOutput()
+        if not self._has_sequences:
+            if self._flights:
+                # Everybody was aborted: the device must have read its inputs before they are written anew.
+                self._ground()
+            return self._report()
         began = time.perf_counter()
         try:
             with torch.inference_mode():
-                flight = self._flight or self._launch()
-                self._flight = None
-                emissions = self._land(flight)
-                if not self.has_work:
-                    self.executor.reset()
+                if not self._flights:
+                    self._flights.append(self._launch())
+                self._unreported += self._land(self._flights[0])
+                self._flights.popleft()
+                if not self._has_sequences:
+                    self._ground()
                 elif self.executor.is_asynchronous:
-                    self._flight = self._launch()
-                output = self._report(emissions)
-        except BaseException:
+                    self._keep_busy()
+                output = self._report()
+        except BaseException as error:
             # Interrupted, or out of memory: caches may hold less than the books say. Everybody starts again.
-            self._flight = None
-            self.executor.reset()
+            self._ground()
             self.scheduler.restart()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemory(describe_shortage(self.target.model.device, self.config)) from error
             raise
         self.metrics.step_s += time.perf_counter() - began
         return output
+
+    @property
+    def _has_sequences(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def _ground(self) -> None:
+        """Nothing is under way any more, or matters."""
+        self._flights.clear()
+        self.executor.reset()
+
+    def _keep_busy(self) -> None:
+        """Give the device its next step, and another behind it where that can be known already."""
+        if not self._flights:
+            self._flights.append(self._launch())
+        if len(self._flights) < _MOST_FLIGHTS and self._can_follow():
+            last = self._flights[-1]
+            following = self.executor.follow(last.flight)
+            if following is not None:
+                self._flights.append(_StepInFlight(last.work, last.plan, set(), following))
+
+    def _can_follow(self) -> bool:
+        """Whether the step after those under way is certain: nobody drafts, joins, may end for its length, lacks memory
+        or wants to see logits that would be gone."""
+        work, pending = self._flights[-1].work, len(self._flights)
+        if work.prefills or not self.planner.never_drafts or len(work.decodes) < len(self.scheduler.running):
+            return False
+        if self.scheduler.waiting and len(self.scheduler.running) < self.scheduler.max_num_seqs:
+            return False
+        for sequence in work.decodes:
+            num_tokens = len(sequence.tokens)
+            if (
+                sequence.status is not Status.RUNNING
+                or sequence.max_tokens - (num_tokens - sequence.num_prompt_tokens) <= pending
+                or len(sequence.block_table) * BLOCK_SIZE < num_tokens + pending
+                or sequence.params.logprobs is not None
+                or isinstance(sequence.params.speculation, int)
+            ):
+                return False
+        return True
 
     def _launch(self) -> _StepInFlight:
         """schedule -> plan -> draft -> verify, of which a device may still be doing the last two."""
@@ -187,6 +240,7 @@ class Engine:
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
         flight = self.executor.launch(work, plan.lengths, scored, self._wants_klds(work.decodes))
         self._count_drafts(work.decodes, plan, flight)
+        self.metrics.num_host_steps += self.executor.is_asynchronous and isinstance(flight, HostFlight)
         self.metrics.schedule_s += times[1] - times[0]
         self.metrics.plan_s += times[2] - times[1]
         return _StepInFlight(work, plan, scored, flight)
@@ -207,9 +261,7 @@ class Engine:
         if step.scored:
             self._score_prompts(step.work, step.scored, landing.prompt_logits)
         if self._num_traced:
-            record_step(
-                self.requests, self.metrics.num_steps, step.work.decodes, step.plan, drafted, verdict, seconds
-            )
+            record_step(self.requests, self.metrics.num_steps, step.work.decodes, step.plan, drafted, verdict, seconds)
         emissions = self._commit(step, landing)
         times.append(time.perf_counter())
         self.metrics.num_steps += 1
@@ -284,16 +336,17 @@ class Engine:
             emissions.append(_Emission(request, completion, kept, drafted, accepted))
         return emissions
 
-    def _report(self, emissions: list[_Emission]) -> StepOutput:
+    def _report(self) -> StepOutput:
         """Count, stream, close: nothing that the next step waits for."""
         output = StepOutput()
-        for emission in emissions:
+        while self._unreported:
+            emission = self._unreported.popleft()
             request = emission.request
             request.metrics.num_steps += 1
             for metrics in (request.metrics, self.metrics):
                 metrics.count_step(emission.drafted, emission.accepted, len(emission.tokens))
             output.chunks.append(request.chunk(emission.completion, emission.tokens))
-            if request.finished and request.request_id in self.requests:
+            if request.finished and self.requests.get(request.request_id) is request:
                 output.finished.append(self._close(request))
         return output
 
@@ -336,6 +389,9 @@ class Engine:
         row = 0
         for sequence, chunk in work.prefills:
             if sequence not in scored:
+                continue
+            if sequence.status is Status.FINISHED:  # aborted meanwhile
+                row += chunk
                 continue
             request = self.requests[sequence.request_id]
             start = sequence.num_computed

@@ -1,8 +1,8 @@
 """Carries out a step that has been scheduled and planned: draft, read, judge.
 
-`HostExecutor` does it call by call, the host looking at every result: the CPU's way, and the only one for requests whose
-logits are edited by their own tokens. `engine/device_executor.py` queues it all on a device instead. Both answer with a
-`Flight`, which lands with the same things. Knows nothing of requests, policies or texts.
+`HostExecutor` does it call by call, the host looking at every result: the CPU's way, and the only one for requests
+whose logits are edited by their own tokens. `engine/device_executor.py` queues it all on a device instead. Both answer
+with a `Flight`, which lands with the same things. Knows nothing of requests, policies or texts.
 """
 
 from __future__ import annotations
@@ -70,8 +70,16 @@ class Executor(Protocol):
     is_asynchronous: bool
     """whether `launch` returns before the step is done"""
 
+    @property
+    def num_ahead(self) -> int:
+        """tokens beyond those it was told to draft that it may want KV memory for"""
+
     def launch(self, work: Schedule, lengths: IntArray, scored: set[Sequence], want_klds: bool) -> Flight:
         """Draft `lengths` tokens for the decoding sequences, let the target read everything, judge."""
+
+    def follow(self, flight: Flight) -> Flight | None:
+        """Launch the step after `flight`, whose verdict nobody has seen yet: the same sequences, each with its next
+        token, no drafts. None if that cannot be done."""
 
     def reset(self) -> None:
         """Nothing is under way any more: the work is done, or an error ended it."""
@@ -96,6 +104,7 @@ class HostFlight:
 
 class HostExecutor:
     is_asynchronous = False
+    num_ahead = 0
 
     def __init__(
         self,
@@ -125,6 +134,9 @@ class HostExecutor:
         times.append(time.perf_counter())
         landing = Landing(verdict, logits, prompt_logits, Seconds(*np.diff(times).tolist()))
         return HostFlight(judged, proposals.lengths, proposals.num_catch_up_tokens, landing)
+
+    def follow(self, flight: Flight) -> Flight | None:
+        return None
 
     def reset(self) -> None:
         pass

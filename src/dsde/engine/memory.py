@@ -62,3 +62,13 @@ def _check_gpu(target: Decoder, config: EngineConfig, budget: int, per_block: in
         f"The KV cache needs at least {max(config.kv_cache_bytes or 0, per_block) / 2**30:.2f} GiB, but of the GPU's "
         f"{total / 2**30:.1f} GiB {free / 2**30:.1f} are free, some of which a step works with: {fits} would fit."
     )
+
+
+def describe_shortage(device: torch.device, config: EngineConfig) -> str:
+    """What to say when a step has run out of memory all the same."""
+    free, total = torch.cuda.mem_get_info(device)
+    tokens = config.tokens_per_pass(device)
+    return (
+        f"A step ran out of GPU memory: of {total / 2**30:.1f} GiB {free / 2**30:.2f} were free. Lower "
+        f"max_num_batched_tokens (now {tokens}), max_num_seqs (now {config.max_num_seqs}) or kv_cache_bytes."
+    )

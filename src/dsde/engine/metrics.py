@@ -20,6 +20,8 @@ class EngineMetrics(SpeculationCounts):
     """sequence-steps whose length was cut because KV memory was short"""
     num_undrafted: int = 0
     """sequence-steps in which the draft had fewer tokens to offer than planned"""
+    num_host_steps: int = 0
+    """steps that a device could not do by itself, because a request's own tokens edit its logits"""
     schedule_s: float = 0.0
     plan_s: float = 0.0
     draft_s: float = 0.0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dsde.core.sequence import Sequence
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
-from dsde.policies import BatchView, Need, Outcome, Plan, Policy
+from dsde.policies import BatchView, Need, Off, Outcome, Plan, Policy
 
 IntArray = NDArray[np.int64]
 
@@ -38,7 +38,14 @@ class Planner:
         self.policy = policy
         self.scheduler = scheduler
         self.can_draft = can_draft
+        self.num_ahead = 0
+        """tokens to reserve memory for beyond those drafted"""
         self.metrics = metrics
+
+    @property
+    def never_drafts(self) -> bool:
+        """Unless a request asks for a length of its own."""
+        return not self.can_draft or isinstance(self.policy, Off)
 
     @property
     def needs_klds(self) -> bool:
@@ -74,7 +81,8 @@ class Planner:
         if planned.any():
             reserve = self.scheduler.reserve
             wanted = zip(decodes, planned.tolist(), strict=True)
-            lengths = np.array([reserve(s, k) if k else 0 for s, k in wanted], dtype=np.int64)
+            more = self.num_ahead
+            lengths = np.array([min(reserve(s, k + more), k) if k else 0 for s, k in wanted], dtype=np.int64)
             self.metrics.num_trimmed += int((lengths < planned).sum())
         return LengthPlan(planned, lengths, rows, batch, plan)
 

@@ -46,6 +46,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.may_share = may_share
         """whether a sequence may take its first blocks from the prefix cache"""
+        self.num_spare = 0
+        """tokens beyond its own that a running sequence keeps blocks for, while there are enough"""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
@@ -81,14 +83,15 @@ class Scheduler:
 
     def settle(self, sequence: Sequence) -> None:
         """After a step: give back look-ahead that was not used, and let others share what is full."""
-        keep = blocks_for(len(sequence.tokens))
+        keep = blocks_for(len(sequence.tokens) + self.num_spare)
         if len(sequence.block_table) > keep:
             self.pool.release(sequence.block_table[keep:])
             del sequence.block_table[keep:]
-        if sequence.num_computed // BLOCK_SIZE == sequence.num_registered_blocks == sequence.num_draft_shared_blocks:
-            return
-        self._register(sequence, sequence.num_computed)
+        if sequence.num_computed // BLOCK_SIZE > sequence.num_registered_blocks:
+            self._register(sequence, sequence.num_computed)
         num_draft_full = sequence.num_draft_computed // BLOCK_SIZE
+        if num_draft_full == sequence.num_draft_shared_blocks:
+            return
         for place in range(sequence.num_draft_shared_blocks, num_draft_full):
             self.pool.draft_valid[sequence.block_table[place]] = True
         sequence.num_draft_shared_blocks = num_draft_full
@@ -120,6 +123,8 @@ class Scheduler:
                     work.preempted.append(victim)
                     if victim is sequence:
                         return
+                if self.num_spare and self.pool.num_free > needed + len(self.running):
+                    needed = blocks_for(num_tokens + self.num_spare) - len(sequence.block_table)
                 if needed > 0:
                     sequence.block_table += self.pool.allocate(needed)
                 work.decodes.append(sequence)

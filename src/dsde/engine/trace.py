@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsde.core.outputs import StepRecord
-from dsde.core.sequence import Sequence
+from dsde.core.sequence import Sequence, Status
 from dsde.engine.executor import Seconds
 from dsde.engine.planning import LengthPlan
 from dsde.engine.request import Request
@@ -27,7 +27,8 @@ def record_step(
     for i, sequence in enumerate(decodes):
         request = requests.get(sequence.request_id)
         trace = None if request is None else request.metrics.trace
-        if trace is None:
+        # One that is aborted meanwhile has no more steps, and its name may belong to another by now.
+        if trace is None or sequence.status is Status.FINISHED:
             continue
         predicted, cap, signals = _reasons(plan, places.get(i))
         trace.append(

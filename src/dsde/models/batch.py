@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsde.models import backend
+from dsde.device import backend
 
 if TYPE_CHECKING:
     from dsde.models.kernels.attention import AttentionWork

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from dsde.models import backend
+from dsde.device import backend
 from dsde.models.batch import Heads, KVCache, PackedBatch
 from dsde.models.config import ModelConfig
 from dsde.models.layers import Rotary
@@ -88,9 +88,7 @@ class Decoder:
             hidden = layer(hidden, rotary, cache_k, cache_v, batch)
         return hidden
 
-    def logits(
-        self, hidden: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of some rows, in the model's own dtype; `out` saves an allocation where it fits."""
         if rows is not None:
             hidden = hidden.index_select(0, rows)

@@ -122,7 +122,8 @@ class SelfAttention:
     def _attend_with_kernels(
         self, qkv: torch.Tensor, rotary: Rotary, cache_k: torch.Tensor, cache_v: torch.Tensor, batch: PackedBatch
     ) -> torch.Tensor:
-        from dsde.models.kernels import attention, rotary as rotary_kernel
+        from dsde.models.kernels import attention
+        from dsde.models.kernels import rotary as rotary_kernel
 
         q = rotary_kernel.rotate_and_store(
             qkv,
@@ -149,7 +150,5 @@ class GatedMLP:
     down: Linear
     gate: Gate
 
-    def __call__(
-        self, hidden: torch.Tensor, norm: RMSNorm, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, norm: RMSNorm, residual: torch.Tensor | None = None) -> torch.Tensor:
         return self.down(self.gate_up(hidden, norm=norm, gate=self.gate), residual=residual)

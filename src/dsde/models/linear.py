@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from dsde.models import backend
+from dsde.device import backend
 from dsde.models.norm import RMSNorm
 
 Gate = Literal["silu", "gelu_tanh"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dsde.models import backend
+from dsde.device import backend
 
 
 class RMSNorm:

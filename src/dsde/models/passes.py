@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dsde.device.staging import Layout, Sheet
 from dsde.models.batch import BLOCK_SIZE, Heads, PackedBatch
 from dsde.models.kernels import attention
-from dsde.models.staging import Layout, Sheet
 
 IntArray = NDArray[np.int64]
 
@@ -51,6 +51,13 @@ class RaggedRows:
 
     __slots__ = ("count", "lengths", "longest", "offsets", "owners", "starts")
 
+    starts: IntArray
+    """[sequences] the first row of each"""
+    owners: IntArray
+    """[rows] the sequence of each"""
+    offsets: IntArray
+    """[rows] place of each within its sequence"""
+
     def __init__(self, lengths: IntArray) -> None:
         self.lengths = lengths
         self.longest = int(lengths.max())
@@ -62,12 +69,9 @@ class RaggedRows:
             return
         ends = np.cumsum(lengths)
         self.count = int(ends[-1])
-        self.starts: IntArray = ends - lengths
-        """[sequences] the first row of each"""
-        self.owners: IntArray = np.repeat(np.arange(num_seqs), lengths)
-        """[rows] the sequence of each"""
-        self.offsets: IntArray = np.arange(self.count) - self.starts[self.owners]
-        """[rows] place of each within its sequence"""
+        self.starts = ends - lengths
+        self.owners = np.repeat(np.arange(num_seqs), lengths)
+        self.offsets = np.arange(self.count) - self.starts[self.owners]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,9 @@ class PassRunner:
         )
         return Pass(shape, layout, words, arrays, batch)
 
-    def write(self, shape: PassShape, sheet: Sheet, rows: RaggedRows, contexts: IntArray, tables: NDArray[np.int32]) -> None:
+    def write(
+        self, shape: PassShape, sheet: Sheet, rows: RaggedRows, contexts: IntArray, tables: NDArray[np.int32]
+    ) -> None:
         """Everything about the batch but its tokens and logit rows. `tables` [sequences, at least enough blocks]."""
         host = sheet.arrays
         num_seqs, num_tokens = len(contexts), rows.count
@@ -221,7 +227,8 @@ class PassRunner:
         firsts = contexts - rows.lengths
         positions = firsts[rows.owners] + rows.offsets
         host["positions"][:num_tokens] = positions
-        host["slots"][:num_tokens] = tables[rows.owners, positions >> _BLOCK_BITS] * BLOCK_SIZE + (positions & _IN_BLOCK)
+        blocks = tables[rows.owners, positions >> _BLOCK_BITS]
+        host["slots"][:num_tokens] = blocks * BLOCK_SIZE + (positions & _IN_BLOCK)
         host["contexts"][:num_seqs] = contexts
         width = min(shape.table_width, tables.shape[1])
         host["tables"].reshape(-1, shape.table_width)[:num_seqs, :width] = tables[:, :width]
@@ -248,23 +255,32 @@ class PassRunner:
             return self.body(entry)
         if entry.graph is None:
             self._capture(entry)
-        assert entry.graph is not None
+        return self.repeat(entry)
+
+    def can_repeat(self, entry: Pass) -> bool:
+        """Whether a pass is done again at no more than the device's own cost."""
+        return entry.graph is not None or self.device.type != "cuda"
+
+    def repeat(self, entry: Pass) -> Any:
+        """Do the pass again with whatever its arrays hold by now."""
+        if entry.graph is None:
+            return self.body(entry)
         entry.graph.replay()
         return entry.result
 
     def _capture(self, entry: Pass) -> None:
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Without the collection of garbage that torch.cuda.graph() begins with: it takes longer than the capture.
-            pool = () if self._pool is None else (self._pool,)
-            graph.capture_begin(*pool, capture_error_mode="thread_local")
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 entry.result = self.body(entry)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self._pool = graph.pool()
         entry.graph = graph
         self.num_captured += 1

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from dsde.core.rng import Purpose
-from dsde.models.kernels.launch import programmatic_launch
+from dsde.device.launch import programmatic_launch
 
 CHUNK = 4096
 """Vocabulary entries per program: few enough that a handful of rows occupies a whole device."""

@@ -13,7 +13,7 @@ import torch
 
 from dsde.core.rng import Purpose, random_bits, uniforms
 from dsde.core.sequence import Sequence
-from dsde.models import backend
+from dsde.device import backend
 from dsde.sampling.distribution import Distributions, IntArray, Rows
 
 

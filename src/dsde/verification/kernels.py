@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsde.models.kernels.launch import programmatic_launch
+from dsde.device.launch import programmatic_launch
 from dsde.sampling.kernels import (
     ACCEPT_NOISE,
     CHUNK,
@@ -85,8 +85,12 @@ class Findings:
 
     @classmethod
     def allocate(cls, num_sequences: int, max_length: int, device: torch.device | str) -> Findings:
-        size = sum(_aligned(num_sequences * width) for width in _part_widths(max_length))
+        size = cls.num_words(num_sequences, max_length)
         return cls.within(torch.zeros(size, dtype=torch.int32, device=device), num_sequences, max_length)
+
+    @staticmethod
+    def num_words(num_sequences: int, max_length: int) -> int:
+        return sum(_aligned(num_sequences * width) for width in _part_widths(max_length))
 
     @classmethod
     def within(cls, buffer: torch.Tensor, num_sequences: int, max_length: int) -> Findings:

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from dsde.device.launch import programmatic_launch
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.kernels.launch import programmatic_launch
 
 MIN_ROWS = 16
 """Rows a tensor core multiplies at least: a tile with fewer costs as much."""

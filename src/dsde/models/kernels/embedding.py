@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsde.models.kernels.launch import programmatic_launch
+from dsde.device.launch import programmatic_launch
 
 _BLOCK = 1024
 

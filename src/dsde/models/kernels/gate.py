@@ -1,6 +1,6 @@
 """The gate of a gated MLP: `activation(gate) * up`, where both lie side by side in the rows of one matrix.
 
-Also the home of the activations, which matmul.py applies to its own results. Knows nothing of the products around it.
+Also the home of the activations, which products of few rows apply to their own results. Knows nothing of products.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsde.models.kernels.launch import programmatic_launch
+from dsde.device.launch import programmatic_launch
 
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows, for batches too large to be normed inside the product that follows.
+"""Root-mean-square norm of rows, where the product that follows does not norm them itself.
 
 Arithmetic in float32 whatever the dtypes of rows and weight. Knows nothing of the layers around it.
 """
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsde.models.kernels.launch import programmatic_launch
+from dsde.device.launch import programmatic_launch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

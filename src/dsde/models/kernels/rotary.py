@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsde.models.kernels.launch import programmatic_launch
+from dsde.device.launch import programmatic_launch
 
 _HEADS_PER_PROGRAM = 8
 

@@ -16,6 +16,7 @@ import torch
 
 from dsde.core.rng import Purpose
 from dsde.device import backend
+from dsde.drafting.sequence_table import COUNTERS_PER_STEP
 from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.kernels import attention, embedding, rotary
@@ -37,12 +38,15 @@ def install(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
     monkeypatch.setattr(rotary, "rotate_and_store", rotate_and_store)
     monkeypatch.setattr(attention, "paged_attention", paged_attention)
     monkeypatch.setattr(device, "sample_drafts", sample_drafts)
+    monkeypatch.setattr(device, "advance", advance)
     monkeypatch.setattr(device_executor, "judge", judge)
+    monkeypatch.setattr(device_executor, "step_on", step_on)
     monkeypatch.setattr(kernels, "exponentials", exponentials)
     if with_graphs:
         monkeypatch.setattr(backend, "num_multiprocessors", lambda _: 4)
         monkeypatch.setattr(passes.PassRunner, "shape", shape_on_a_device)
         monkeypatch.setattr(passes.PassRunner, "_capture", pretend_to_capture)
+        monkeypatch.setattr(passes.PassRunner, "can_repeat", lambda _, entry: entry.graph is not None)
 
 
 _shape = passes.PassRunner.shape
@@ -189,6 +193,49 @@ def judge(
         if length and store is not None and not point_mass:
             target_rows = torch.arange(start, start + length)
             findings.klds[sequence, :length] = kl_divergence(logits, target_rows, store.logits[places])
+
+
+def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, table_width: int) -> None:
+    start, width = int(arrays["emitted_start"]), int(arrays["emitted_width"])
+    tables = arrays["tables"].view(-1, table_width)
+    for sequence, row in enumerate(arrays["judged"].tolist()):
+        pair = slice(2 * sequence, 2 * sequence + 2)
+        if row < 0:
+            arrays["slots"][pair] = -1
+            arrays["contexts"][sequence] = 0
+            continue
+        accepted = int(verdict[row])
+        emitted = verdict[start + row * width :][:width].tolist()
+        assert 0 <= accepted < width
+        assert min(emitted[: accepted + 1]) >= 0, "a token that nobody emitted"
+        known = [int(arrays["last_tokens"][sequence]), *emitted]
+        arrays["tokens"][pair] = torch.tensor(known[accepted : accepted + 2], dtype=torch.int32)
+        context = int(arrays["num_tokens"][sequence]) + accepted + 1
+        positions = torch.tensor([context - 2, context - 1])
+        assert positions[0] >= 0
+        arrays["positions"][pair] = positions.int()
+        arrays["slots"][pair] = _slots(tables[sequence], positions)
+        arrays["contexts"][sequence] = context
+        if arrays["modes"][sequence] == DrawMode.MATCH:
+            arrays["counters"][sequence] += accepted + 1
+
+
+def step_on(arrays: dict[str, torch.Tensor], emitted: torch.Tensor, table_width: int) -> None:
+    assert len(arrays["tokens"]) == len(arrays["contexts"]), "a sequence that reads more than its newest token"
+    tables = arrays["tables"].view(-1, table_width)
+    for sequence, context in enumerate(arrays["contexts"].tolist()):
+        if context == 0:
+            continue
+        assert emitted[sequence, 0] >= 0, "a token that nobody emitted"
+        arrays["tokens"][sequence] = emitted[sequence, 0]
+        arrays["positions"][sequence] = context
+        arrays["slots"][sequence] = _slots(tables[sequence], torch.tensor([context]))[0]
+        arrays["contexts"][sequence] = context + 1
+        arrays["counters"][sequence] += 1 if arrays["modes"][sequence] == DrawMode.MATCH else COUNTERS_PER_STEP
+
+
+def _slots(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions.int() % BLOCK_SIZE
 
 
 def _by_ratio(

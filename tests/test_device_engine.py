@@ -23,6 +23,9 @@ pytest.importorskip("triton")
 import plain_kernels
 from dsde import RequestOutput, SamplingParams
 from dsde.device import backend
+from dsde.drafting import device as drafting_device
+from dsde.drafting import kernels as drafting_kernels
+from dsde.engine import device_executor
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
 from dsde.engine.executor import HostExecutor
@@ -30,7 +33,17 @@ from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.decoder import Decoder
 from dsde.policies import BatchView, Plan, Policy
-from test_lossless_distribution import LENGTH, PROMPT, TOO_UNLIKELY, enumerate_outputs, p_value, with_seed
+from dsde.sampling.kernels import DrawMode
+from test_lossless_distribution import (
+    LENGTH,
+    PROMPT,
+    TOO_UNLIKELY,
+    Changing,
+    enumerate_outputs,
+    p_value,
+    sample_outputs,
+    with_seed,
+)
 from test_lossless_greedy import answers_together, check_same
 from tiny import complete, make_engine, run, tiny_model
 
@@ -163,6 +176,40 @@ def random_work(seed: int, greedy: bool, edited: float = 0.0, count: int = NUM_R
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+class HeadStarts:
+    """Counts what the device of an engine did before the host knew of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.num_followed = 0
+        """steps queued behind one whose verdict nobody had seen"""
+        self.num_ahead = 0
+        """first passes of a draft that were queued so"""
+        self.num_used = 0
+        """first tokens drawn so that a draft began with"""
+        executor = engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        self._follow = executor.follow
+        executor.follow = self._count_follow  # type: ignore[method-assign]
+        if (drafter := executor.drafter) is not None:
+            self._read_ahead, self._take_ahead = drafter.read_ahead, drafter._take_ahead
+            drafter.read_ahead, drafter._take_ahead = self._count_ahead, self._count_used  # type: ignore[method-assign]
+
+    def _count_follow(self, flight: Any) -> Any:
+        following = self._follow(flight)
+        self.num_followed += following is not None
+        return following
+
+    def _count_ahead(self, *args: Any) -> bool:
+        is_ahead = self._read_ahead(*args)
+        self.num_ahead += is_ahead
+        return is_ahead
+
+    def _count_used(self, *args: Any) -> Any:
+        rows = self._take_ahead(*args)
+        self.num_used += int((rows >= 0).sum())
+        return rows
 
 
 def check_nothing_is_held(engine: Engine) -> None:
@@ -395,6 +442,307 @@ def test_a_step_that_fails_is_made_up_for(way: Way, failing: int) -> None:
     check_nothing_is_held(engine)
 
 
+# The draft that reads ahead of the host
+
+
+class Fickle(Policy):
+    """Random lengths, a third of them zero."""
+
+    def __init__(self, seed: int, lengths: tuple[int, ...] = (0, 0, 1, 2, 4, 9)) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.lengths = lengths
+
+    def plan(self, batch: BatchView) -> Plan:
+        lengths = np.minimum(self.rng.choice(self.lengths, len(batch.slots)), batch.rooms)
+        return Plan(lengths, lengths.astype(float), np.ones(len(lengths), dtype=bool))
+
+
+def test_only_the_first_draft_waits_for_the_host(way: Way) -> None:
+    engine = way.engine("target", "static:3")
+    starts = HeadStarts(engine)
+    output = complete(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=21))[0]
+    # The prompt's step, then five with three accepted drafts: the draft of the first has nothing to follow on.
+    assert output.metrics.num_steps == 6
+    assert starts.num_ahead == 5
+    assert starts.num_used == 4
+    assert engine.metrics.num_accepted_tokens == engine.metrics.num_draft_tokens == 15
+    assert starts.num_followed == 0
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("draft", ["target", "far"])
+def test_drafts_that_pause_and_go_on(way: Way, draft: str, greedy: bool) -> None:
+    """Newcomers, requests that send a step the host's way, lack of memory, a store that must grow: a first token drawn
+    ahead is used by its own sequence in the very next step, or never."""
+    way.monkeypatch.setattr(drafting_device, "_FIRST_STORE_ROWS", 3)
+    work = random_work(seed=11, greedy=greedy, edited=0.1)
+    engine = way.engine(draft, Fickle(1), max_num_seqs=6, kv_cache_bytes=16 * block_bytes(draft), max_model_len=128)
+    starts = HeadStarts(engine)
+    expected = way.alone(work) if greedy else way.alone_on_device(work)
+    check_same(expected, answers_together(engine, work, seed=12))
+    assert starts.num_used > starts.num_ahead / 4 > 0
+    assert engine.metrics.num_host_steps > 0
+    if draft == "target" and not HAS_CUDA:
+        assert engine.metrics.num_accepted_tokens == engine.metrics.num_draft_tokens > 0
+    check_nothing_is_held(engine)
+
+
+class Growing(Policy):
+    """One token each while there are many, more for few."""
+
+    def plan(self, batch: BatchView) -> Plan:
+        lengths = np.minimum(np.full(len(batch.slots), 1 if batch.num_decoding > 10 else 5), batch.rooms)
+        return Plan(lengths, lengths.astype(float), np.ones(len(lengths), dtype=bool))
+
+
+def test_first_tokens_of_those_who_ended_take_room_in_the_store(way: Way) -> None:
+    """Twenty of thirty end at once, and the ten others, whose first tokens lie behind theirs, draft more than before."""
+    work = [([i + 1], SamplingParams(temperature=0, max_tokens=9 if i < 20 else 24)) for i in range(30)]
+    engine = way.engine("target", Growing(), max_num_seqs=32)
+    names = [engine.add(*one) for one in work]
+    done = run(engine)
+    assert tokens_of([done[name] for name in names]) == tokens_of(way.alone(work))
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 5])
+def test_aborts_between_a_head_start_and_its_draft(way: Way, num_steps: int) -> None:
+    rng = random.Random(num_steps)
+    prompts = [random_prompt(rng, 10, 40) for _ in range(6)]
+    engine = way.engine("target", "static:2", max_num_seqs=4)
+    names = [engine.add(prompt, GREEDY) for prompt in prompts[:4]]
+    for _ in range(num_steps):
+        engine.step()
+    for name in names[:2]:
+        assert engine.abort(name) is not None
+    names = names[2:] + [engine.add(prompt, GREEDY) for prompt in prompts[4:]]
+    done = run(engine)
+    assert tokens_of([done[name] for name in names]) == tokens_of(way.alone([(p, GREEDY) for p in prompts[2:]]))
+    if not HAS_CUDA:
+        assert engine.metrics.num_accepted_tokens == engine.metrics.num_draft_tokens
+    check_nothing_is_held(engine)
+
+
+def test_a_prompt_of_one_token_is_read_again(way: Way) -> None:
+    work = [([token], SamplingParams(temperature=0, max_tokens=12)) for token in range(1, 9)]
+    engine = way.engine("far", "static:2")
+    outputs = complete(engine, [prompt for prompt, _ in work], work[0][1])
+    assert tokens_of(outputs) == tokens_of(way.alone(work))
+
+
+# Steps that follow on one that nobody has seen
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("num_blocks", [200, 12], ids=["roomy", "tight"])
+def test_steps_that_follow_unseen(way: Way, num_blocks: int, greedy: bool) -> None:
+    """Stop tokens in mid-air, limits of length, arrivals, requests that want to see logits, lack of memory."""
+    work = random_work(seed=13, greedy=greedy)
+    engine = way.engine("none", "off", kv_cache_bytes=num_blocks * block_bytes("none"), max_model_len=96)
+    starts = HeadStarts(engine)
+    expected = way.alone(work) if greedy else way.alone_on_device(work)
+    check_same(expected, answers_together(engine, work, seed=14))
+    assert starts.num_followed > 0
+    assert num_blocks > 12 or engine.metrics.num_preemptions > 0
+    check_nothing_is_held(engine)
+
+
+def test_almost_all_steps_follow_unseen(way: Way) -> None:
+    engine = way.engine("none", "off")
+    starts = HeadStarts(engine)
+    complete(engine, [[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=40))
+    # Not those of the prompts, nor where a shape is new, a graph must be captured, a block begins or an end is near.
+    assert starts.num_followed >= 40 - 10
+    assert engine.metrics.num_steps == 40
+
+
+def test_what_a_stop_token_cuts_off_is_dropped(way: Way) -> None:
+    prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=40)
+    text = way.alone([(prompt, params)])[0].outputs[0].token_ids
+    place = next(i for i in range(12, 40) if text[i] not in text[:i])
+    stops = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[text[place]])
+    engine = way.engine("none", "off")
+    name, other = engine.add(prompt, stops), engine.add([9, 9], params)
+    done: dict[str, RequestOutput] = {}
+    num_in_air = 0
+    while name not in done:
+        num_in_air = len(engine._flights)
+        done.update((output.request_id, output) for output in engine.step().finished)
+    assert num_in_air == 2
+    done |= run(engine)
+    assert tokens_of([done[name], done[other]]) == [[text[: place + 1]], *tokens_of(way.alone([([9, 9], params)]))]
+    check_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_aborts_with_two_steps_in_the_air(way: Way, who: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    engine = way.engine("none", "off", kv_cache_bytes=40 * block_bytes("none"))
+    names = [engine.add([i + 1, 5], params) for i in range(3)]
+    while len(engine._flights) < 2:
+        engine.step()
+    for name in names[: 1 if who == "one" else 3]:
+        assert engine.abort(name) is not None
+    # Takes over slot and blocks while the device still works for those who left.
+    names.append(engine.add([8] * 30, params))
+    done = run(engine)
+    kept = [1, 2, 3] if who == "one" else [3]
+    work = [([i + 1, 5], params) if i < 3 else ([8] * 30, params) for i in kept]
+    assert tokens_of([done[names[i]] for i in kept]) == tokens_of(way.alone(work))
+    check_nothing_is_held(engine)
+
+
+def test_nobody_is_left_with_two_steps_in_the_air(way: Way) -> None:
+    engine = way.engine("none", "off")
+    name = engine.add([1, 2], GREEDY)
+    while len(engine._flights) < 2:
+        engine.step()
+    engine.abort(name)
+    assert engine.step().chunks == []
+    assert not engine._flights
+    assert not engine.has_work
+    assert tokens_of(complete(engine, [[4, 5]], GREEDY)) == tokens_of(way.alone([([4, 5], GREEDY)]))
+
+
+def test_logits_that_are_asked_for_are_not_overwritten(way: Way) -> None:
+    work = [([1, 2], SamplingParams(temperature=0, max_tokens=12, logprobs=2)), ([3], GREEDY)]
+    engine = way.engine("none", "off")
+    starts = HeadStarts(engine)
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    assert starts.num_followed > 0
+    engine = way.engine("none", "off")
+    starts = HeadStarts(engine)
+    check_same(way.alone(work[:1]), answers_together(engine, work[:1], seed=0))
+    assert starts.num_followed == 0
+
+
+@pytest.mark.parametrize("num_tokens", [14, 120, 250], ids=["block", "table", "wider table"])
+def test_contexts_that_outgrow_their_table(way: Way, num_tokens: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+    work = [([(7 * i) % VOCAB for i in range(num_tokens)], params), ([2, 3], params)]
+    engine = way.engine("none", "off")
+    assert tokens_of(complete(engine, [prompt for prompt, _ in work], params)) == tokens_of(way.alone(work))
+
+
+@pytest.mark.parametrize("logprobs", [None, 1], ids=["following", "one by one"])
+@pytest.mark.parametrize("max_model_len", [95, 96, 97])
+def test_up_to_the_last_token_that_may_be(way: Way, max_model_len: int, logprobs: int | None) -> None:
+    """Memory to spare is not for tokens that can never be."""
+    work = [([1] * 60, SamplingParams(temperature=0, max_tokens=max_model_len - 60, logprobs=logprobs))]
+    engine = way.engine("none", "off", max_model_len=max_model_len)
+    check_same(way.alone(work), complete(engine, [work[0][0]], work[0][1]))
+
+
+def test_a_request_may_draft_where_the_policy_does_not(way: Way) -> None:
+    drafts = SamplingParams(temperature=0, max_tokens=10, speculation=2)
+    work = [([1, 2], SamplingParams(temperature=0, max_tokens=40)), ([3, 4, 5], drafts)]
+    engine = way.engine("target", "off")
+    starts = HeadStarts(engine)
+    first = engine.add(*work[0])
+    for _ in range(8):
+        engine.step()
+    num_followed = starts.num_followed
+    assert num_followed > 0
+    second = engine.add(*work[1])
+    done: dict[str, RequestOutput] = {}
+    while second not in done:
+        done.update((output.request_id, output) for output in engine.step().finished)
+    done |= run(engine)
+    assert starts.num_followed > num_followed
+    assert starts.num_used > 0
+    assert done[second].metrics.num_accepted_tokens == done[second].metrics.num_draft_tokens > 0
+    assert done[first].metrics.num_draft_tokens == 0
+    assert tokens_of([done[first], done[second]]) == tokens_of(way.alone(work))
+
+
+@pytest.mark.parametrize("part", ["queued", "landing"])
+def test_a_failure_with_two_steps_in_the_air(way: Way, part: str) -> None:
+    work = [([i + 1, 9, 8], SamplingParams(temperature=0, max_tokens=12 + i)) for i in range(4)]
+    engine = way.engine("none", "off")
+    names = [engine.add(*one) for one in work]
+    done: dict[str, RequestOutput] = {}
+    while len(engine._flights) < 2:
+        done.update((output.request_id, output) for output in engine.step().finished)
+
+    def fail(_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    with way.monkeypatch.context() as patch:
+        if part == "queued":
+            patch.setattr(engine.executor.passes, "repeat", fail)
+        else:
+            engine._flights[0].flight.finish = fail  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="out of luck"):
+            engine.step()
+    assert not engine._flights
+    done |= run(engine)
+    assert tokens_of([done[name] for name in names]) == tokens_of(way.alone(work))
+    check_nothing_is_held(engine)
+
+
+# The kernels in between
+
+
+def random_words(rng: np.random.Generator, *shape: int, low: int = 0, high: int = 1000) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(low, high, shape, dtype=np.int32))
+
+
+def check_same_arrays(kernel: Any, plain: Any, arrays: dict[str, torch.Tensor], *others: Any) -> None:
+    """Also that nothing else is written."""
+    found = {name: array.to(DEVICE, copy=True) for name, array in arrays.items()}
+    kernel(found, *(other.to(DEVICE) if isinstance(other, torch.Tensor) else other for other in others))
+    plain(arrays, *others)
+    for name, array in arrays.items():
+        assert torch.equal(found[name].cpu(), array), name
+
+
+@pytest.mark.parametrize("seed", range(200 if HAS_CUDA else 12))
+def test_advance_kernel(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    longest, num_judged, table_width = int(rng.integers(1, 9)), int(rng.integers(1, 12)), int(rng.integers(2, 9))
+    count = int(rng.integers(1, num_judged + 1))
+    num_seqs = count + int(rng.integers(4))
+    emitted_start = num_judged + int(rng.integers(5))
+    accepted = rng.integers(0, longest + 1, num_judged)
+    verdict = random_words(rng, emitted_start + num_judged * (longest + 1))
+    verdict[:num_judged] = torch.from_numpy(accepted)
+    emitted = verdict[emitted_start:].view(num_judged, -1)
+    emitted[torch.arange(longest + 1) > torch.from_numpy(accepted)[:, None]] = -1
+    judged = torch.full((num_seqs,), -1, dtype=torch.int32)
+    judged[:count] = torch.from_numpy(np.sort(rng.choice(num_judged, count, replace=False)))
+    num_tokens = random_words(rng, num_seqs, low=1, high=table_width * BLOCK_SIZE - longest)
+    num_tokens[0] = rng.choice([1, BLOCK_SIZE - 1, BLOCK_SIZE, int(num_tokens[0])])
+    arrays = {
+        "emitted_start": torch.tensor([emitted_start], dtype=torch.int32),
+        "emitted_width": torch.tensor([longest + 1], dtype=torch.int32),
+        "judged": judged,
+        "num_tokens": num_tokens,
+        "last_tokens": random_words(rng, num_seqs),
+        "modes": random_words(rng, num_seqs, low=DrawMode.GREEDY, high=DrawMode.MATCH + 1),
+        "counters": random_words(rng, num_seqs),
+        "tables": random_words(rng, num_seqs * table_width),
+        "contexts": random_words(rng, num_seqs),
+    }
+    arrays |= {name: random_words(rng, 2 * num_seqs + 3) for name in ("tokens", "positions", "slots")}
+    check_same_arrays(drafting_kernels.advance, plain_kernels.advance, arrays, verdict, table_width)
+
+
+@pytest.mark.parametrize("seed", range(200 if HAS_CUDA else 12))
+def test_step_on_kernel(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_seqs, width, table_width = int(rng.integers(1, 12)), int(rng.integers(1, 6)), int(rng.integers(1, 9))
+    contexts = random_words(rng, num_seqs, low=1, high=table_width * BLOCK_SIZE)
+    contexts[0] = rng.choice([1, BLOCK_SIZE - 1, table_width * BLOCK_SIZE - 1, int(contexts[0])])
+    contexts[int(rng.integers(1, num_seqs + 1)) :] = 0
+    arrays = {
+        "modes": random_words(rng, num_seqs, low=DrawMode.GREEDY, high=DrawMode.MATCH + 1),
+        "tables": random_words(rng, num_seqs * table_width),
+        "contexts": contexts,
+    }
+    arrays |= {name: random_words(rng, num_seqs) for name in ("counters", "tokens", "positions", "slots")}
+    emitted = random_words(rng, num_seqs, width)
+    check_same_arrays(drafting_kernels.step_on, plain_kernels.step_on, arrays, emitted, table_width)
+
+
 # The real kernels, interpreted where there is no device
 
 
@@ -404,6 +752,21 @@ def test_kernels_give_the_hosts_text(kernels: Way, policy: str, draft: str) -> N
     work = [([5, 6, 7, 5, 6], params), ([9] * 18, params)]
     engine = kernels.engine(draft, policy)
     check_same(kernels.alone(work), answers_together(engine, work, seed=0))
+
+
+def test_kernels_follow_unseen_and_read_ahead(kernels: Way) -> None:
+    """A seed's text is the same with drafts, without, and on a device that waits for the host."""
+    length = 24 if HAS_CUDA else 5
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=length)
+    work = [([5, 6], params), ([7] * 15, params)]
+    patient = kernels.engine("none", "off")
+    kernels.monkeypatch.setattr(patient.executor, "follow", lambda _: None)
+    expected = answers_together(patient, work, seed=0)
+    for draft, policy in (("none", "off"), ("target", "static:1")):
+        engine = kernels.engine(draft, policy)
+        starts = HeadStarts(engine)
+        check_same(expected, answers_together(engine, work, seed=0))
+        assert starts.num_used + starts.num_followed > 0
 
 
 def test_kernels_and_host_share_a_seeds_noise(kernels: Way) -> None:
@@ -461,6 +824,18 @@ def test_distribution(name: str, policy: str | None, draft: str, seeded: bool) -
         key = tuple(output.outputs[0].token_ids)
         counts[key] = counts.get(key, 0) + 1
     assert engine.metrics.num_draft_tokens > count / 4
+    assert p_value(enumerate_outputs(params), counts) > TOO_UNLIKELY
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="the real kernels are tested more thoroughly")
+@pytest.mark.parametrize("policy", ["static:1", "changing", "off"])
+def test_distribution_of_plain_kernels(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """Which first tokens are drawn ahead and which of those are used has no bearing on what is drawn."""
+    use_device(monkeypatch)
+    plain_kernels.install(monkeypatch, with_graphs=False)
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.2)
+    draft = tiny_model(6, seed=8, layers=1)
+    counts = sample_outputs(draft, Changing() if policy == "changing" else policy, params, False, 800)
     assert p_value(enumerate_outputs(params), counts) > TOO_UNLIKELY
 
 

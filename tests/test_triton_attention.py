@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-interpreter = pytest.importorskip("triton.runtime.interpreter")
+pytest.importorskip("triton")
 
 from dsde.models.batch import BLOCK_SIZE  # noqa: E402
 from dsde.models.kernels.attention import (  # noqa: E402
@@ -34,18 +34,6 @@ BFLOAT16 = pytest.param(
 )
 FAR_AWAY = 1 << 29
 """A block id that is read by mistake: an address no cache has."""
-
-
-@pytest.fixture(autouse=True)
-def _interpreted_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 takes int() of a one-element array for the bounds of an interpreted loop, which NumPy 2.4 refuses."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_with_index(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
 
 
 class Case:

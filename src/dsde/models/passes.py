@@ -8,10 +8,12 @@ happens to the logits is the caller's body.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -122,10 +124,17 @@ class PassRunner:
         self.heads = heads
         self.drafted = drafted
         """tokens that only the device knows; `sources` point into it"""
-        self.body = body
+        # Weakly: its owner holds this runner, and a cycle would keep all memory until a garbage collection.
+        self._body = WeakMethod(body)
         self.num_captured = 0
         self._passes: dict[PassShape, Pass] = {}
         self._pool: Any = None
+
+    @property
+    def body(self) -> Body:
+        body = self._body()
+        assert body is not None, "a runner does not outlive its owner"
+        return body
 
     def forget(self) -> None:
         """Drop all graphs: something they point to has moved."""
@@ -276,11 +285,16 @@ class PassRunner:
             # Without the collection of garbage that torch.cuda.graph() begins with: it takes longer than the capture.
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
+            # A collection that happened to free another engine's graphs would break the capture.
+            was_collecting = gc.isenabled()
+            gc.disable()
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 entry.result = self.body(entry)
             finally:
                 graph.capture_end()
+                if was_collecting:
+                    gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
         entry.graph = graph
         self.num_captured += 1

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from dsde.models.batch import BLOCK_SIZE  # noqa: E402
-from dsde.models.kernels.attention import (  # noqa: E402
+from dsde.models.batch import BLOCK_SIZE
+from dsde.models.kernels.attention import (
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     AttentionWork,

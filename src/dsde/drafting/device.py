@@ -94,6 +94,7 @@ class DeviceDrafter:
         self._verdict = torch.empty(0, dtype=torch.int32)
         self._ahead: dict[Sequence, int] = {}
         """store rows of first tokens that were drawn ahead, good for the next step alone"""
+        self._ahead_turn = 0
 
     def propose(
         self, sequences: list[Sequence], slots: IntArray, lengths: IntArray, begin: Callable[[], None]
@@ -157,7 +158,9 @@ class DeviceDrafter:
         rows = RaggedRows(np.full(len(active), NUM_REREAD, dtype=np.int64))
         contexts = batch.num_tokens + lengths[goes] + 1
         counters = self.table.counters(active, batch.variant[0], num_steps_later=1)
-        entry, sheet = self._step(rows, contexts, batch, False, 0, 0, counters, is_ahead=True)
+        # Two sheets in turn: the device may not have read the last one yet, since nobody waited for it.
+        self._ahead_turn = 1 - self._ahead_turn
+        entry, sheet = self._step(rows, contexts, batch, False, 0, 0, counters, self._ahead_turn)
         host, count = sheet.arrays, len(active)
         host["logit_rows"][:count] = rows.starts + NUM_REREAD - 1
         host["judged"].fill(-1)
@@ -175,7 +178,8 @@ class DeviceDrafter:
 
     def make_room(self, num_drafted: int, num_seqs: int) -> bool:
         """Before a step whose drafts may be so many: graphs point to where they are kept. Whether they moved."""
-        moved = self.drafts.make_room(num_drafted + num_seqs)
+        # First tokens drawn ahead lie before the others, also those of sequences that have ended.
+        moved = self.drafts.make_room(num_drafted + max(num_seqs, len(self._ahead)))
         if moved:
             self.forget_ahead()
         is_short = self._logits.shape[0] < bucket(num_seqs)
@@ -243,15 +247,16 @@ class DeviceDrafter:
         depth: int,
         first_row: int,
         counters: IntArray | None = None,
-        is_ahead: bool = False,
+        ahead_turn: int | None = None,
     ) -> tuple[Pass, Sheet]:
+        is_ahead = ahead_turn is not None
         num_rows = None if takes_all_rows else len(contexts)
         shape = self.passes.shape(rows, contexts, num_rows, variant=(*batch.variant, is_ahead))
         more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
         if is_ahead:
             more |= dict.fromkeys(("judged", "num_tokens", "last_tokens"), shape.num_seqs)
             more |= {"emitted_start": 1, "emitted_width": 1}
-        entry, sheet = self.passes.prepare(shape, more, turn=depth)
+        entry, sheet = self.passes.prepare(shape, more, turn=depth if ahead_turn is None else ahead_turn)
         self.passes.write(shape, sheet, rows, contexts, batch.tables)
         self.table.write_draws(sheet, batch.slots, batch.counters if counters is None else counters)
         sheet.arrays["depth"][0] = depth

@@ -225,7 +225,7 @@ class Engine:
                 or sequence.max_tokens - (num_tokens - sequence.num_prompt_tokens) <= pending
                 or len(sequence.block_table) * BLOCK_SIZE < num_tokens + pending
                 or sequence.params.logprobs is not None
-                or isinstance(sequence.params.speculation, int)
+                or (self.planner.can_draft and isinstance(sequence.params.speculation, int))
             ):
                 return False
         return True

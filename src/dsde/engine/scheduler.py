@@ -124,7 +124,8 @@ class Scheduler:
                     if victim is sequence:
                         return
                 if self.num_spare and self.pool.num_free > needed + len(self.running):
-                    needed = blocks_for(num_tokens + self.num_spare) - len(sequence.block_table)
+                    longest = sequence.num_prompt_tokens + sequence.max_tokens
+                    needed = blocks_for(min(num_tokens + self.num_spare, longest)) - len(sequence.block_table)
                 if needed > 0:
                     sequence.block_table += self.pool.allocate(needed)
                 work.decodes.append(sequence)

@@ -211,7 +211,7 @@ class PassRunner:
             items=arrays["items"].view(-1, 2),
             queries_per_item=shape.queries_per_item,
             num_splits=shape.num_splits,
-            # Nothing but the copy from the host writes them, and the pass began after it.
+            # Written before the embedding, whose kernel lets none after it begin before all ahead of it have ended.
             settled=True,
         )
         batch = PackedBatch(

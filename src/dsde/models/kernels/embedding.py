@@ -53,6 +53,7 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
+        # In this order: attention reads lengths and tables without waiting, and they may be written right before this.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)

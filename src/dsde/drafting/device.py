@@ -20,7 +20,7 @@ from dsde.drafting.kernels import NUM_REREAD, advance
 from dsde.drafting.model import DraftShare, ModelDrafter
 from dsde.drafting.sequence_table import DRAW_FIELDS, Mode, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import Pass, PassRunner, RaggedRows, bucket
+from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
 from dsde.sampling.kernels import DraftStore, Draws, sample_drafts
 
 IntArray = NDArray[np.int64]
@@ -182,10 +182,10 @@ class DeviceDrafter:
         moved = self.drafts.make_room(num_drafted + max(num_seqs, len(self._ahead)))
         if moved:
             self.forget_ahead()
-        is_short = self._logits.shape[0] < bucket(num_seqs)
+        is_short = self._logits.shape[0] < num_seqs
         if is_short:
             # Shared by all graphs, which never run at the same time: a copy for each would be gigabytes.
-            size = (max(bucket(num_seqs), 2 * self._logits.shape[0]), self.model.config.vocab_size)
+            size = (power_of_2(num_seqs), self.model.config.vocab_size)
             self._logits = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
         if moved or is_short:
             self.passes.forget()

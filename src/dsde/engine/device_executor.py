@@ -27,7 +27,7 @@ from dsde.engine.clock import Clock, Moment, Timing
 from dsde.engine.executor import Flight, HostExecutor, Landing, judged_sequences
 from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import Pass, PassRunner, RaggedRows, bucket
+from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
 from dsde.verification import Verdict
 from dsde.verification.kernels import Findings, Judgement, judge
 
@@ -100,7 +100,7 @@ class DeviceExecutor:
         self._logits = torch.empty((0, vocab_size), dtype=self.model.dtype, device=self.device)
         # All verdicts are written to the same place, where a draft that reads ahead looks for them.
         self._findings = torch.zeros(
-            Findings.num_words(bucket(max_num_seqs), LONGEST_DRAFT), dtype=torch.int32, device=self.device
+            Findings.num_words(power_of_2(max_num_seqs), LONGEST_DRAFT), dtype=torch.int32, device=self.device
         )
         self._answers: dict[tuple[int, int], list[_Answer]] = {}
         self._rows = RaggedRows(np.ones(1, dtype=np.int64))
@@ -254,7 +254,7 @@ class DeviceExecutor:
             return _Variant(False, False, False, 0)
         longest = int(drafted.max())
         # At least 4: a kernel compiled for every length up to it would help nobody.
-        padded = max(4, 1 << (longest - 1).bit_length()) if longest else 0
+        padded = max(4, power_of_2(longest)) if longest else 0
         return _Variant(*self.table.variant(slots), point_mass, padded)
 
     def _body(self, entry: Pass) -> _Read:

@@ -235,7 +235,7 @@ class Engine:
         times = [time.perf_counter()]
         work = self._schedule()
         times.append(time.perf_counter())
-        plan = self.planner.plan(work.decodes)
+        plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills))
         times.append(time.perf_counter())
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
         flight = self.executor.launch(work, plan.lengths, scored, self._wants_klds(work.decodes))

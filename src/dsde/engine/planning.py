@@ -51,7 +51,7 @@ class Planner:
     def needs_klds(self) -> bool:
         return bool(self.policy.needs & Need.KLD)
 
-    def plan(self, decodes: list[Sequence]) -> LengthPlan:
+    def plan(self, decodes: list[Sequence], num_prompt_tokens: int = 0) -> LengthPlan:
         nobody = np.empty(0, dtype=np.int64)
         if not self.can_draft or not decodes:
             zeros = np.zeros(len(decodes), dtype=np.int64)
@@ -71,6 +71,7 @@ class Planner:
             temperatures=np.array([s.params.temperature for s in chosen], dtype=np.float64),
             num_decoding=len(decodes),
             num_waiting=len(self.scheduler.waiting),
+            num_prompt_tokens=num_prompt_tokens,
         )
         plan = None
         if len(rows):
@@ -111,5 +112,9 @@ class Planner:
             temperatures=plan.batch.temperatures,
             draft_s=draft_s,
             verify_s=verify_s,
+            num_decoding=plan.batch.num_decoding,
+            num_prompt_tokens=plan.batch.num_prompt_tokens,
+            num_drafted=int(drafted.sum()),
+            num_draft_passes=int(drafted.max(initial=0)),
         )
         self.policy.observe(outcome)

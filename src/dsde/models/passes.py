@@ -48,6 +48,11 @@ def bucket(count: int) -> int:
     return count if count > MOST_GRAPH_TOKENS else _BUCKETS[bisect_left(_BUCKETS, count)]
 
 
+def power_of_2(count: int) -> int:
+    """The next one, at least `count`: the most that sequences are padded to."""
+    return 1 << (count - 1).bit_length()
+
+
 class RaggedRows:
     """Rows of several sequences, end to end."""
 
@@ -153,14 +158,17 @@ class PassRunner:
         num_tokens, num_seqs, longest, heads = rows.count, len(contexts), rows.longest, self.heads
         is_graph = may_graph and num_tokens <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
         per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
-        if is_graph:
-            num_seqs = bucket(num_seqs)
-            num_tokens = num_seqs if longest == 1 else bucket(num_tokens)
+        if is_graph and longest == 1:
+            num_tokens = num_items = num_seqs = bucket(num_seqs)
+        elif is_graph:
+            # Sequences cost next to nothing here, tokens do: fewer graphs, hardly more padding.
+            num_tokens = bucket(num_tokens)
+            num_seqs = min(power_of_2(num_seqs), num_tokens)
             num_items = num_seqs if longest <= per_item else attention.num_items_bound(num_tokens, num_seqs, per_item)
         else:
             num_items = int((-(-rows.lengths // per_item)).sum())
         # Rounded up, or every few tokens would bring another graph.
-        context = max(1 << (int(contexts.max()) - 1).bit_length(), 8 * BLOCK_SIZE)
+        context = max(power_of_2(int(contexts.max())), 8 * BLOCK_SIZE)
         return PassShape(
             num_tokens=num_tokens,
             num_seqs=num_seqs,

@@ -36,6 +36,8 @@ class BatchView:
     num_decoding: int
     """all sequences that decode in this step, also those whose request fixed its own length"""
     num_waiting: int = 0
+    num_prompt_tokens: int = 0
+    """tokens of prompts that the same target pass reads"""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,16 @@ class Outcome:
     """[sum(drafted)] KLD of every verified position, sequence after sequence; empty unless Need.KLD"""
     temperatures: FloatArray
     draft_s: float = 0.0
+    """seconds that drafting took, for the whole batch"""
     verify_s: float = 0.0
+    """seconds that the target's pass and the verdict took"""
+    num_decoding: int = 0
+    """as in the BatchView of the plan"""
+    num_prompt_tokens: int = 0
+    num_drafted: int = 0
+    """drafted by the whole batch, requests that fixed their own length included"""
+    num_draft_passes: int = 0
+    """passes of the draft: the longest length of the whole batch"""
 
 
 class Stage(ABC):

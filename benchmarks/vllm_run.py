@@ -10,19 +10,19 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 RESULT = "RESULT "
 PROMPT_TOKENS = 128
 SHORT_TOKENS = 8
-WARMUP_TOKENS = 64
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -130,6 +130,37 @@ def run_process(job: Job, site: str | None, timeout: float) -> Iterator[Event]:
     yield event
 
 
+def cell_row(policy: str, rounds: Sequence[Event]) -> dict[str, Any]:
+    """A cell of vLLM, from the rounds that its process reported so far."""
+    batch, tokens = rounds[0]["batch"], rounds[0]["tokens"]
+    seconds, steps = [one["seconds"] for one in rounds], [one["steps"] for one in rounds]
+    speeds = [batch * tokens / one for one in seconds]
+    return {
+        "batch": batch,
+        "policy": policy,
+        "tokens": tokens,
+        "seconds": seconds,
+        "steps": steps,
+        "rounds": [round(speed, 1) for speed in speeds],
+        "tokens_per_s": statistics.median(speeds),
+        "step_ms": 1000 * sum(seconds) / max(sum(steps), 1),
+        "tokens_per_step": tokens * len(rounds) / max(sum(steps), 1),
+    }
+
+
+def run_lines(run: dict[str, Any], cells: Iterable[dict[str, Any]]) -> list[str]:
+    started = f"started in {run['init_s']:.0f} s" if "init_s" in run else "did not start"
+    failed = f"; failed: {run['error']}" if "error" in run else ""
+    lines = [f"vLLM {run['policy']}: {started}, {run['seconds']:.0f} s in all{failed}"]
+    for row in cells:
+        if row["policy"] == run["policy"] and "error" not in row:
+            lines.append(
+                f"  batch {row['batch']:3}: {row['tokens_per_s']:9.1f} tokens/s, {row['step_ms']:.2f} ms a step, "
+                f"{row['tokens_per_step']:.2f} tokens a step and sequence; rounds {row['rounds']}"
+            )
+    return lines
+
+
 def report(**event: Any) -> None:
     print(RESULT + json.dumps(event), flush=True)
 
@@ -161,7 +192,8 @@ def main() -> None:
         return time.perf_counter() - begin, num_steps - steps
 
     for batch, tokens in job.cells:
-        generate(batch, WARMUP_TOKENS, 0)
+        # Not measured: whatever the batch needs while it grows and shrinks is compiled and captured after it.
+        generate(batch, tokens + SHORT_TOKENS, 0)
         for number in range(1, job.rounds + 1):
             long, short = generate(batch, tokens + SHORT_TOKENS, number), generate(batch, SHORT_TOKENS, number)
             report(event="round", batch=batch, tokens=tokens, seconds=long[0] - short[0], steps=long[1] - short[1])

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from dsde.core.errors import ModelError
+from dsde.device import backend
 from dsde.models.batch import BLOCK_SIZE, KVCache, pack
 from dsde.models.config import ModelConfig
 from dsde.models.decoder import Decoder
@@ -151,6 +152,20 @@ def test_chunked_prefill_then_ragged_verification(reference: transformers.PreTra
         starts = dict(enumerate(sequences.done))
         got = sequences.advance(steps)
         assert_same(got, [expected[i][starts[i] : starts[i] + step] for i, step in steps.items()])
+
+
+def test_attention_and_rotation_by_kernel(
+    reference: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Triton kernels of every family's attention, interpreted: reading, verifying and decoding in one batch."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "has_kernels", lambda device: True)
+    tokens = random_tokens(11, 23)
+    sequences = Sequences(own_model(reference), tokens)
+    got = [sequences.advance({0: 7, 1: 3}), sequences.advance({1: 19, 0: 3}), sequences.advance({0: 1, 1: 1})]
+    first, second = reference_logits(reference, tokens)
+    expected = [first[:7], second[:3], second[3:22], first[7:10], first[10:], second[22:]]
+    assert_same(torch.cat(got), expected)
 
 
 @pytest.mark.gpu

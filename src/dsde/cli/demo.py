@@ -46,7 +46,8 @@ class ModeResult:
 def run_demo(max_tokens: int, num_prompts: int, batch_size: int) -> None:
     console = Console()
     with console.status("loading the embedded models"):
-        llm = LLM(policy="off", max_num_seqs=batch_size)
+        # Every mode has a cache of its own, so none may take all the memory there is.
+        llm = LLM(policy="off", max_num_seqs=batch_size, kv_cache_bytes=1 << 30)
     console.print(
         f"[bold]target[/] {llm.target}, 30 layers   [bold]draft[/] 4 layers trained for it\n", highlight=False
     )

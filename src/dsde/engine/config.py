@@ -19,7 +19,8 @@ class EngineConfig:
     max_model_len: int | None = None
     """longest sequence, prompt and output together; None: what the model and the KV memory allow"""
     kv_cache_bytes: int | None = None
-    """KV memory of target and draft together; None: a quarter of the free memory, at most 2 GiB on a CPU"""
+    """KV memory of target and draft together; None: on a CPU a quarter of the free memory, at most 2 GiB; on a
+    GPU what is free, less what a step works with"""
     seed: int = 0
     """for requests that bring none of their own"""
     synthetic_acceptance: tuple[float, ...] | None = None

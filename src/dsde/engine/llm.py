@@ -64,7 +64,10 @@ class LLM:
         self._start(chosen)
 
     def with_policy(self, policy: str | Policy) -> LLM:
-        """The same weights under another policy, with a KV cache of its own: for comparing policies side by side."""
+        """The same weights under another policy, with a KV cache of its own: for comparing policies side by side.
+
+        On a GPU give `kv_cache_bytes`, since a cache takes all memory that is free otherwise.
+        """
         other = copy.copy(self)
         other._start(_policy(policy))
         return other

@@ -37,6 +37,7 @@ from dsde import SamplingParams  # isort: skip  (before torch, as in cpu.py)
 import numpy as np
 import torch
 
+import vllm_run
 from dsde.drafting import ModelDrafter
 from dsde.engine.config import EngineConfig
 from dsde.engine.engine import Engine
@@ -47,13 +48,11 @@ from dsde.models.decoder import Decoder
 from dsde.models.weights import build_model
 from dsde.policies import make_policy
 from dsde.sampling import Sampler
-from report import MAX_NUM_BATCHED_TOKENS, Report, Row, items, make_parser, parse, policy_names, speed_ratio
-from vllm_run import PROMPT_TOKENS, RESULT, SHORT_TOKENS, Job, cell_row, prompt_seed, random_prompts, run_lines, run_process
+from report import MAX_NUM_BATCHED_TOKENS, Report, Row, items, make_parser, parse, policy_names, speed_ratio, whole
+from vllm_run import PROMPT_TOKENS, RESULT, SHORT_TOKENS, Job, prompt_seed, random_prompts
 
 CELLS = "1=0,2,3,4,5,6;8=0,2,3,4,5;64=0,1,2,3,dsde;256=0,1"
 MAX_MODEL_LEN = 2048
-PARTS = {p: p for p in ("draft", "schedule", "commit")} | {"verify": "target", "sampling": "accept", "policy": "plan"}
-"""of a step, as the report names them and as the engine's metrics do"""
 NOMINAL_LENGTH = 4
 """of a policy whose lengths vary"""
 
@@ -352,7 +351,12 @@ def summarize(cell: Cell, samples: Sequence[Generation], rates: Sequence[float],
         "step_ms": step_ms,
         "draft_passes_per_step": draft_passes / steps,
         "ms_per_draft_pass": 1000 * total["draft_s"] / draft_passes if draft_passes else None,
-        **{f"{part}_ms": 1000 * total[f"{name}_s"] / steps for part, name in PARTS.items()},
+        "draft_ms": 1000 * total["draft_s"] / steps,
+        "verify_ms": 1000 * total["target_s"] / steps,
+        "sampling_ms": 1000 * total["accept_s"] / steps,
+        "policy_ms": 1000 * total["plan_s"] / steps,
+        "schedule_ms": 1000 * total["schedule_s"] / steps,
+        "commit_ms": 1000 * total["commit_s"] / steps,
         "sampling_and_policy_share": (total["accept_s"] + total["plan_s"]) / seconds,
         "idle_share": total["idle_s"] / seconds if total["idle_s"] else None,
         "floor_ms": floor_ms,
@@ -500,10 +504,10 @@ def measure_vllm(options: argparse.Namespace, report: Report) -> None:
             run: Row = {"policy": policy}
             report["vllm_runs"].append(run)
             rounds: dict[int, list[Row]] = defaultdict(list)
-            for event in run_process(job, options.vllm, options.vllm_timeout):
+            for event in vllm_run.run_process(job, options.vllm, options.vllm_timeout):
                 if event.pop("event") == "round":
                     rounds[event["batch"]].append(event)
-                    put(report["vllm_cells"], cell_row(policy, rounds[event["batch"]]))
+                    put(report["vllm_cells"], vllm_run.cell_row(policy, rounds[event["batch"]]))
                 else:
                     run.update(event)
                 report.save()
@@ -512,7 +516,7 @@ def measure_vllm(options: argparse.Namespace, report: Report) -> None:
                     error = run.get("error", "no result")
                     put(report["vllm_cells"], {"batch": batch, "policy": policy, "error": error})
             report.save()
-            print("\n".join(run_lines(run, report["vllm_cells"])), flush=True)
+            print("\n".join(vllm_run.run_lines(run, report["vllm_cells"])), flush=True)
 
 
 # What it comes to
@@ -658,8 +662,9 @@ def parse_options() -> argparse.Namespace:
         given = [float(item) for item in items(text)]
         return given + given[-1:] * (32 - len(given))
 
-    parser = make_parser(__doc__, batches="1,8,64,256")
+    parser = make_parser(__doc__)
     names = ", ".join(SHAPES)
+    parser.add_argument("--batches", type=whole, default="1,8,64,256", help="empty: none")
     parser.add_argument("--shapes", type=items, default="8b,1b", help=f"two of {names}")
     parser.add_argument(
         "--policies", "--lengths", type=policy_names, help="for every batch, as in off,static:4,dsde or 0,2,4"
@@ -680,7 +685,7 @@ def parse_options() -> argparse.Namespace:
         default="0,4,3",
         help="those of our lengths it runs, in order (default: 0,4,3); on a cold machine each starts for about 110 s",
     )
-    vllm.add_argument("--vllm-timeout", type=float, default=150.0, help="seconds for the process of one length")
+    vllm.add_argument("--vllm-timeout", type=float, default=200.0, help="seconds for the process of one length")
     vllm.add_argument("--vllm-from", type=Path, metavar="FILE", help="take vLLM's figures from an earlier --out")
     options = parse(parser)
     if len(options.shapes) != 2 or any(name not in SHAPES for name in options.shapes):

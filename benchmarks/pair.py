@@ -19,7 +19,7 @@ from pathlib import Path
 from dsde import LLM, SamplingParams  # isort: skip  (before torch, as in cpu.py)
 import torch
 
-from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, policy_names, speed_ratio
+from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, policy_names, speed_ratio, whole
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -160,12 +160,13 @@ def markdown_entry(cell: Row | None, off: Row | None) -> str:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, batches="1,8,32,64")
+    parser = make_parser(__doc__)
     parser.add_argument("target")
     parser.add_argument("draft")
     parser.add_argument(
         "--prompts", type=Path, nargs="+", required=True, help="JSON lines with `turns` or `prompt`, and a `category`"
     )
+    parser.add_argument("--batches", type=whole, default="1,8,32,64")
     parser.add_argument("--policies", type=policy_names, default="off,static:2,static:4,static:8,dsde")
     parser.add_argument("--per-category", type=int, default=4, help="at least so many questions, whatever the batch")
     parser.add_argument("--tokens", type=int, default=128, help="at most, an answer")

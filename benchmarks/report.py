@@ -51,12 +51,11 @@ def policy_names(text: str) -> list[str]:
     return [("off" if int(item) == 0 else f"static:{item}") if item.isdigit() else item for item in items(text)]
 
 
-def make_parser(description: str | None, batches: str) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON, rewritten after every measurement")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--batches", type=whole, default=batches, help=f"default: {batches}; empty: none")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which nothing more begins")
     return parser
 

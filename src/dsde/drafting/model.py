@@ -8,14 +8,17 @@ read, it reads a part of it in every step and does not draft yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dsde.core.rng import Purpose
 from dsde.core.sequence import Sequence
+from dsde.core.stops import Signal, Stop, StopAfter, StopBefore, TokenSignal, is_beyond
 from dsde.drafting.proposals import DraftStep, IntArray, Proposals
+from dsde.drafting.signals import measure, token_probs
 from dsde.models.batch import BLOCK_SIZE, KVCache, pack
 from dsde.models.decoder import Decoder
 from dsde.sampling import Rows, Sampler, distributions
@@ -53,26 +56,59 @@ class ModelDrafter:
     def allocate(self, num_blocks: int) -> None:
         self.cache = self.model.new_cache(num_blocks)
 
-    def propose(self, sequences: list[Sequence], lengths: IntArray) -> Proposals:
+    def propose(
+        self, sequences: list[Sequence], lengths: IntArray, stop: Stop | None = None, want_token_probs: bool = False
+    ) -> Proposals:
         share = self.share(sequences, lengths)
-        lengths, chunks, order = share.lengths, share.chunks, share.order
-        if len(order) == 0:
+        if len(share.order) == 0:
             return Proposals.nothing(len(sequences), self.model.device)
-        steps: list[DraftStep] = []
+        lengths, order = share.lengths.copy(), share.order
         tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.int64, device=self.model.device)
-        logits = self._read(sequences, order, chunks, int((lengths > 0).sum()))
+        probs = np.ones(tokens.shape)
+        steps: list[DraftStep] = []
+        logits = self._read(sequences, order, share.chunks, int((lengths > 0).sum()))
         for depth in range(tokens.shape[1]):
-            owners = order[: int((lengths > depth).sum())]
+            owners = order[lengths[order] > depth]
+            if len(owners) and depth > 0:
+                newest = tokens[owners, depth - 1].cpu().numpy()
+                logits = self._extend([sequences[i] for i in owners], newest, depth)
+            if isinstance(stop, StopBefore) and depth >= stop.first_depth and len(owners):
+                ends = is_beyond(stop, owners, measure(logits, stop.signal))
+                lengths[owners[ends]] = depth
+                owners, logits = owners[~ends], logits[torch.from_numpy(~ends).to(logits.device)]
+            if len(owners) == 0:
+                break
             active = [sequences[i] for i in owners]
-            if depth > 0:
-                logits = self._extend(active, tokens[owners, depth - 1].cpu().numpy(), depth)
-            depths = np.full(len(active), depth, dtype=np.int64)
-            rows = Rows(active, np.arange(len(active)), depths, tokens[owners, :depth])
+            rows = Rows(active, np.arange(len(active)), np.full(len(active), depth), tokens[owners, :depth])
             dist = distributions(logits, rows)
-            tokens[owners, depth] = self.sampler.draw(dist, rows, Purpose.DRAFT)
+            drawn = self.sampler.draw(dist, rows, Purpose.DRAFT)
+            tokens[owners, depth] = drawn
             steps.append(DraftStep(owners, logits, dist))
-        self.settle(sequences, share)
-        return Proposals(tokens, lengths, steps, share.num_catch_up_tokens)
+            if want_token_probs or (isinstance(stop, StopAfter) and isinstance(stop.signal, TokenSignal)):
+                probs[owners, depth] = token_probs(logits, drawn)
+            if isinstance(stop, StopAfter):
+                ends = is_beyond(stop, owners, self._after(stop, logits, probs[owners, : depth + 1]))
+                lengths[owners[ends]] = depth + 1
+        done = replace(share, lengths=lengths)
+        self.settle(sequences, done)
+        drafted = np.arange(tokens.shape[1]) < lengths[:, None]
+        return Proposals(
+            tokens[:, : int(lengths.max())],
+            lengths,
+            steps,
+            share.num_catch_up_tokens,
+            probs[drafted] if want_token_probs else None,
+        )
+
+    @staticmethod
+    def _after(stop: StopAfter, logits: torch.Tensor, probs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[rows] of a signal that may look at the tokens drawn; `probs` [rows, tokens so far] are theirs."""
+        if isinstance(stop.signal, Signal):
+            return measure(logits, stop.signal)
+        if stop.signal is TokenSignal.TOKEN_PROB:
+            return probs[:, -1]
+        total: NDArray[np.float64] = np.log(np.maximum(probs, 1e-30)).sum(-1)
+        return total
 
     def share(self, sequences: list[Sequence], lengths: IntArray) -> DraftShare:
         """Who reads how much and drafts how far in this step."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dsde.core.sequence import Sequence
+from dsde.core.stops import Stop
 from dsde.drafting.proposals import IntArray, Proposals
 
 
@@ -25,14 +26,18 @@ class NgramDrafter:
     def allocate(self, num_blocks: int) -> None:
         pass
 
-    def propose(self, sequences: list[Sequence], lengths: IntArray) -> Proposals:
+    def propose(
+        self, sequences: list[Sequence], lengths: IntArray, stop: Stop | None = None, want_token_probs: bool = False
+    ) -> Proposals:
         found = [self._follow(s, int(k)) for s, k in zip(sequences, lengths, strict=True)]
         tokens = np.zeros((len(found), max(map(len, found), default=0)), dtype=np.int64)
         for row, continuation in zip(tokens, found, strict=True):
             row[: len(continuation)] = continuation
+        counts = np.array([len(continuation) for continuation in found], dtype=np.int64)
         return Proposals(
             tokens=torch.from_numpy(tokens).to(self.device or "cpu"),
-            lengths=np.array([len(continuation) for continuation in found], dtype=np.int64),
+            lengths=counts,
+            token_probs=np.ones(int(counts.sum())) if want_token_probs else None,
         )
 
     def _follow(self, sequence: Sequence, count: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
+from dsde.core.stops import Stop
 from dsde.sampling import Distributions
 
 IntArray = NDArray[np.int64]
@@ -37,6 +38,8 @@ class Proposals:
     steps: list[DraftStep] = field(default_factory=list)
     num_catch_up_tokens: IntArray | None = None
     """[sequences] tokens the draft had to read before its first own one, beyond the newest"""
+    token_probs: NDArray[np.float64] | None = None
+    """[sum(lengths)] what the draft gave each of its tokens, raw, sequence after sequence; None: nobody asked"""
 
     @property
     def sampled(self) -> bool:
@@ -62,4 +65,7 @@ class Drafter(Protocol):
     def allocate(self, num_blocks: int) -> None:
         """Make room for that many KV blocks."""
 
-    def propose(self, sequences: list[Sequence], lengths: IntArray) -> Proposals: ...
+    def propose(
+        self, sequences: list[Sequence], lengths: IntArray, stop: Stop | None = None, want_token_probs: bool = False
+    ) -> Proposals:
+        """`stop` may end a draft early; a drafter whose tokens have no distribution has nothing to look at."""

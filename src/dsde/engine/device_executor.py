@@ -2,8 +2,9 @@
 
 Draft, target and verdict follow each other on the device without the host, and the device does not wait for it between
 steps either: a draft reads on straight behind the verdict, and where nobody drafts the next step is queued before this
-one is over. Requests whose logits are edited by their own tokens (penalties, bias, minimum length) need the host to
-look at every token; a step with one of them goes the host's way. Knows nothing of policies.
+one is over. Requests whose logits are edited by their own tokens (penalties, bias, minimum length) and rules that stop
+a draft midway need the host to look at every token; a step with one of them goes the host's way. Knows nothing of
+policies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dsde.drafting.device import DeviceDrafter, DeviceProposals, Drafts, draws_o
 from dsde.drafting.kernels import step_on
 from dsde.drafting.sequence_table import SequenceTable, draw_sizes
 from dsde.engine.clock import Clock, Moment, Timing
-from dsde.engine.executor import Flight, HostExecutor, Landing, judged_sequences
+from dsde.engine.executor import DraftWish, Flight, HostExecutor, Landing, judged_sequences
 from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
@@ -105,14 +106,15 @@ class DeviceExecutor:
         self._answers: dict[tuple[int, int], list[_Answer]] = {}
         self._rows = RaggedRows(np.ones(1, dtype=np.int64))
 
-    def launch(self, work: Schedule, lengths: IntArray, scored: set[Sequence], want_klds: bool) -> Flight:
+    def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
         sequences = [*work.decodes, *(s for s, _ in work.prefills)] if work.prefills else work.decodes
         slots = self.table.update(sequences)
-        if self.table.any_edited(sequences, slots):
+        looks_closer = wish.lengths.any() and (wish.stop is not None or wish.want_token_probs)
+        if looks_closer or self.table.any_edited(sequences, slots):
             self._forget()
-            return self.host.launch(work, lengths, scored, want_klds)
+            return self.host.launch(work, wish, scored)
         timing = self.clock.start()
-        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], lengths, timing)
+        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish.lengths, timing)
         return self._verify(work, sequences, slots, proposals, known, scored, timing)
 
     def follow(self, flight: Flight) -> Flight | None:

@@ -24,7 +24,7 @@ from dsde.device import backend
 from dsde.drafting import Drafter
 from dsde.engine.block_pool import BlockPool
 from dsde.engine.config import EngineConfig
-from dsde.engine.executor import Executor, Flight, HostExecutor, HostFlight, Landing
+from dsde.engine.executor import DraftWish, Executor, Flight, HostExecutor, HostFlight, Landing
 from dsde.engine.intake import Intake
 from dsde.engine.memory import count_blocks, describe_shortage
 from dsde.engine.metrics import EngineMetrics
@@ -238,7 +238,8 @@ class Engine:
         plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills))
         times.append(time.perf_counter())
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
-        flight = self.executor.launch(work, plan.lengths, scored, self._wants_klds(work.decodes))
+        wish = DraftWish(plan.lengths, plan.stop, self._wants_klds(work.decodes), self.planner.needs_token_probs)
+        flight = self.executor.launch(work, wish, scored)
         self._count_drafts(work.decodes, plan, flight)
         self.metrics.num_host_steps += self.executor.is_asynchronous and isinstance(flight, HostFlight)
         self.metrics.schedule_s += times[1] - times[0]
@@ -252,7 +253,9 @@ class Engine:
         seconds, verdict = landing.seconds, landing.verdict
         count = len(step.work.decodes)
         drafted, accepted = step.flight.drafted[:count], verdict.accepted[:count]
-        self.planner.observe(step.plan, drafted, accepted, verdict.klds, seconds.draft, seconds.verify)
+        self.planner.observe(
+            step.plan, drafted, accepted, verdict.klds, landing.token_probs, seconds.draft, seconds.verify
+        )
         times.append(time.perf_counter())
         # Gone meanwhile, but observed again: its slot must not pass anything on.
         gone = [s.status is Status.FINISHED for s in step.decoded_by_policy]
@@ -291,7 +294,11 @@ class Engine:
     def _count_drafts(self, decodes: list[Sequence], plan: LengthPlan, flight: Flight) -> None:
         if not plan.lengths.any():
             return
-        self.metrics.num_undrafted += int((flight.drafted[: len(decodes)] < plan.lengths).sum())
+        num_shorter = int((flight.drafted[: len(decodes)] < plan.lengths).sum())
+        if plan.stop is None:
+            self.metrics.num_undrafted += num_shorter
+        else:
+            self.metrics.num_stopped += num_shorter
         if flight.num_catch_up_tokens is not None:
             self.metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens.sum())
             for i in np.flatnonzero(flight.num_catch_up_tokens):

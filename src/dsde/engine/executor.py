@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
+from dsde.core.stops import Stop
 from dsde.drafting import Drafter, Proposals
 from dsde.engine.scheduler import Schedule
 from dsde.engine.target import TargetRunner
@@ -41,6 +42,17 @@ class Seconds:
 
 
 @dataclass(slots=True)
+class DraftWish:
+    """How far to draft, and what somebody wants to know about it."""
+
+    lengths: IntArray
+    """[decoding]"""
+    stop: Stop | None = None
+    want_klds: bool = False
+    want_token_probs: bool = False
+
+
+@dataclass(slots=True)
 class Landing:
     """What a step found."""
 
@@ -50,6 +62,8 @@ class Landing:
     prompt_logits: torch.Tensor
     """of prompts to be scored, a row for every token they read"""
     seconds: Seconds
+    token_probs: NDArray[np.float64] | None = None
+    """as in Proposals"""
 
 
 class Flight(Protocol):
@@ -74,8 +88,9 @@ class Executor(Protocol):
     def num_ahead(self) -> int:
         """tokens beyond those it was told to draft that it may want KV memory for"""
 
-    def launch(self, work: Schedule, lengths: IntArray, scored: set[Sequence], want_klds: bool) -> Flight:
-        """Draft `lengths` tokens for the decoding sequences, let the target read everything, judge."""
+    def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
+        """Draft for the decoding sequences, let the target read everything, judge. `scored` prompts bring a row of
+        logits for every token they read."""
 
     def follow(self, flight: Flight) -> Flight | None:
         """Launch the step after `flight`, whose verdict nobody has seen yet: the same sequences, each with its next
@@ -118,21 +133,22 @@ class HostExecutor:
         self.sampler = sampler
         self.synthetic_acceptance = synthetic_acceptance
 
-    def launch(self, work: Schedule, lengths: IntArray, scored: set[Sequence], want_klds: bool) -> HostFlight:
+    def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> HostFlight:
         self.sampler.begin_step()
         times = [time.perf_counter()]
-        if self.drafter is None or not lengths.any():
+        if self.drafter is None or not wish.lengths.any():
             proposals = Proposals.nothing(len(work.decodes), self.target.model.device)
         else:
-            proposals = self.drafter.propose(work.decodes, lengths)
+            proposals = self.drafter.propose(work.decodes, wish.lengths, wish.stop, wish.want_token_probs)
         times.append(time.perf_counter())
         logits, prompt_logits = self.target.run(work, proposals, scored)
         times.append(time.perf_counter())
         judged = judged_sequences(work)
         proposals = proposals.followed_by(len(judged) - len(work.decodes))
-        verdict = verify(logits, judged, proposals, self.sampler, want_klds, self.synthetic_acceptance)
+        verdict = verify(logits, judged, proposals, self.sampler, wish.want_klds, self.synthetic_acceptance)
         times.append(time.perf_counter())
-        landing = Landing(verdict, logits, prompt_logits, Seconds(*np.diff(times).tolist()))
+        seconds = Seconds(*np.diff(times).tolist())
+        landing = Landing(verdict, logits, prompt_logits, seconds, proposals.token_probs)
         return HostFlight(judged, proposals.lengths, proposals.num_catch_up_tokens, landing)
 
     def follow(self, flight: Flight) -> Flight | None:

@@ -20,8 +20,10 @@ class EngineMetrics(SpeculationCounts):
     """sequence-steps whose length was cut because KV memory was short"""
     num_undrafted: int = 0
     """sequence-steps in which the draft had fewer tokens to offer than planned"""
+    num_stopped: int = 0
+    """sequence-steps whose draft a rule ended before its length was reached"""
     num_host_steps: int = 0
-    """steps that a device could not do by itself, because a request's own tokens edit its logits"""
+    """steps that a device could not do by itself, because somebody must look at every token"""
     schedule_s: float = 0.0
     plan_s: float = 0.0
     draft_s: float = 0.0

@@ -5,12 +5,13 @@ Requests that fix their own length, or want none, never reach the policy. Knows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
+from dsde.core.stops import Stop
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
 from dsde.policies import BatchView, Need, Off, Outcome, Plan, Policy
@@ -31,6 +32,8 @@ class LengthPlan:
     batch: BatchView
     plan: Plan | None
     """the policy's own; None where it had nobody to choose for"""
+    stop: Stop | None = None
+    """the policy's, for all decoding sequences"""
 
 
 class Planner:
@@ -50,6 +53,10 @@ class Planner:
     @property
     def needs_klds(self) -> bool:
         return bool(self.policy.needs & Need.KLD)
+
+    @property
+    def needs_token_probs(self) -> bool:
+        return bool(self.policy.needs & Need.TOKEN_PROB)
 
     def plan(self, decodes: list[Sequence], num_prompt_tokens: int = 0) -> LengthPlan:
         nobody = np.empty(0, dtype=np.int64)
@@ -85,7 +92,7 @@ class Planner:
             more = self.num_ahead
             lengths = np.array([min(reserve(s, k + more), k) if k else 0 for s, k in wanted], dtype=np.int64)
             self.metrics.num_trimmed += int((lengths < planned).sum())
-        return LengthPlan(planned, lengths, rows, batch, plan)
+        return LengthPlan(planned, lengths, rows, batch, plan, _spread(plan, rows, len(decodes)))
 
     def observe(
         self,
@@ -93,6 +100,7 @@ class Planner:
         drafted: IntArray,
         accepted: IntArray,
         klds: NDArray[np.float64],
+        token_probs: NDArray[np.float64] | None,
         draft_s: float,
         verify_s: float,
     ) -> None:
@@ -100,16 +108,19 @@ class Planner:
         if plan.plan is None:
             return
         rows = plan.rows
-        if len(rows) < len(drafted) and len(klds):
+        probs = np.empty(0) if token_probs is None else token_probs
+        if len(rows) < len(drafted):
             mine = np.zeros(len(drafted), dtype=bool)
             mine[rows] = True
-            klds = klds[np.repeat(mine, drafted)]
+            mine = np.repeat(mine, drafted)
+            klds, probs = (values[mine] if len(values) else values for values in (klds, probs))
         outcome = Outcome(
             slots=plan.batch.slots,
             drafted=drafted[rows],
             accepted=accepted[rows],
             klds=klds if self.needs_klds else np.empty(0),
             temperatures=plan.batch.temperatures,
+            token_probs=probs,
             draft_s=draft_s,
             verify_s=verify_s,
             num_decoding=plan.batch.num_decoding,
@@ -118,3 +129,12 @@ class Planner:
             num_draft_passes=int(drafted.max(initial=0)),
         )
         self.policy.observe(outcome)
+
+
+def _spread(plan: Plan | None, rows: IntArray, num_decoding: int) -> Stop | None:
+    """A policy's stop with thresholds for everybody: those it does not choose for are never stopped."""
+    if plan is None or plan.stop is None:
+        return None
+    thresholds = np.full(num_decoding, np.inf if plan.stop.stops_above else -np.inf)
+    thresholds[rows] = plan.stop.thresholds
+    return replace(plan.stop, thresholds=thresholds)

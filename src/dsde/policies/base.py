@@ -13,6 +13,8 @@ from enum import Flag, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from dsde.core.stops import Stop
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -23,6 +25,7 @@ class Need(Flag):
 
     NOTHING = 0
     KLD = auto()
+    TOKEN_PROB = auto()
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class Plan:
     """named per-sequence signals behind the prediction, for the trace; NaN where there is none yet"""
     num_lowered: int = 0
     """sequences whose length some stage lowered"""
+    stop: Stop | None = None
+    """ends drafts before their length is reached; its thresholds are in the order of the batch"""
 
 
 @dataclass(slots=True)
@@ -70,6 +75,8 @@ class Outcome:
     klds: FloatArray
     """[sum(drafted)] KLD of every verified position, sequence after sequence; empty unless Need.KLD"""
     temperatures: FloatArray
+    token_probs: FloatArray = field(default_factory=lambda: np.empty(0))
+    """[sum(drafted)] what the draft gave each of its tokens, likewise; empty unless Need.TOKEN_PROB"""
     draft_s: float = 0.0
     """seconds that drafting took, for the whole batch"""
     verify_s: float = 0.0

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
 from dsde.core.errors import InvalidInput
 from dsde.core.params import LONGEST_DRAFT as LONGEST
 
-__all__ = ["LONGEST", "check_choice", "check_whole"]
+__all__ = ["LONGEST", "check_choice", "check_real", "check_whole"]
 
 
 def check_whole(field: str, value: object, low: int, high: int) -> None:
     """`value` is a whole number within low..high, or InvalidInput."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidInput(f"{field} must be a whole number from {low} to {high}, not {value!r}")
+
+
+def check_real(field: str, value: object, low: float, high: float) -> None:
+    """`value` is a number within low..high, or InvalidInput."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and low <= float(cast(float, value)) <= high):
+        raise InvalidInput(f"{field} must be a number from {low:g} to {high:g}, not {value!r}")
 
 
 def check_choice(field: str, value: object, allowed: Collection[str]) -> None:

@@ -1,0 +1,66 @@
+"""Rules that end a draft while it is being made, as data: which signal, which threshold, and when it is looked at.
+
+A rule that is looked at before a token is drawn may cancel it, and so may know the draft's distribution but not the
+token; a rule that is looked at afterwards may know both, but keeps the token. Cancelling a token for what it is would
+change the output's distribution, so the types do not allow it. Knows nothing of how signals are measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+class Signal(Enum):
+    """Of the draft's distribution at a position, raw: before temperature and truncation."""
+
+    ENTROPY = "entropy"
+    """in nats"""
+    TOP_PROB = "top_prob"
+    MARGIN = "margin"
+    """between the likeliest token and the next"""
+
+
+class TokenSignal(Enum):
+    """Of the token that was drawn, under the same distribution."""
+
+    TOKEN_PROB = "token_prob"
+    TOTAL_LOG_PROB = "total_log_prob"
+    """log-probability of the whole draft so far"""
+
+
+@dataclass(slots=True)
+class StopBefore:
+    """Do not draw a token where the signal is beyond the threshold."""
+
+    signal: Signal
+    thresholds: FloatArray
+    """[sequences] infinite: never"""
+    stops_above: bool
+    """beyond means above; otherwise below"""
+    first_depth: int = 0
+    """tokens that are drawn in any case"""
+
+
+@dataclass(slots=True)
+class StopAfter:
+    """Keep a token where the signal is beyond the threshold, and draw no more."""
+
+    signal: Signal | TokenSignal
+    thresholds: FloatArray
+    stops_above: bool
+
+
+Stop = StopBefore | StopAfter
+
+
+def is_beyond(stop: Stop, rows: NDArray[np.int64], values: FloatArray) -> NDArray[np.bool_]:
+    """Whether the rule ends the drafts of these sequences, whose signal has these values."""
+    thresholds = stop.thresholds[rows]
+    beyond: NDArray[np.bool_] = values > thresholds if stop.stops_above else values < thresholds
+    return beyond

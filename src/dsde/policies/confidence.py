@@ -1,0 +1,66 @@
+"""The confidence threshold of Hugging Face's assisted generation (arXiv 2405.04304): stop behind an unlikely token.
+
+Knows the probability that the draft gave the token it drew, which is kept. The threshold is learnt from what became of
+tokens with such probabilities, for all requests together: the one with the least false alarms plus three times the
+misses, among accepted tokens and the first rejected one of every draft.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsde.core.stops import StopAfter, TokenSignal
+from dsde.policies.base import BatchView, FloatArray, Need, Outcome, Plan, Policy
+from dsde.policies.limits import LONGEST, check_real, check_whole
+
+_MISS_COST = 3.0
+_FEWEST = 6
+"""judged tokens before the threshold is learnt"""
+_HISTORY = 512
+"""judged tokens that are remembered, the latest"""
+
+
+class Confidence(Policy):
+    needs = Need.TOKEN_PROB
+
+    def __init__(self, threshold: float = 0.4, max: int = 20) -> None:
+        check_real("threshold", threshold, 0.0, 1.0)
+        check_whole("max", max, 1, LONGEST)
+        self.threshold = threshold
+        self.max = max
+        self._probs = np.empty(0)
+        self._stood = np.empty(0, dtype=bool)
+
+    def plan(self, batch: BatchView) -> Plan:
+        count = batch.slots.size
+        thresholds = np.full(count, self.threshold)
+        return Plan(
+            lengths=np.minimum(self.max, batch.rooms),
+            predicted=np.full(count, float(self.max)),
+            votes=np.ones(count, np.bool_),
+            signals={"threshold": thresholds},
+            stop=StopAfter(TokenSignal.TOKEN_PROB, thresholds, stops_above=False),
+        )
+
+    def observe(self, outcome: Outcome) -> None:
+        depths = np.arange(outcome.drafted.sum()) - np.repeat(
+            np.cumsum(outcome.drafted) - outcome.drafted, outcome.drafted
+        )
+        accepted = np.repeat(outcome.accepted, outcome.drafted)
+        # What was drafted behind a rejected token was never compared.
+        judged = depths <= accepted
+        self._probs = np.concatenate([self._probs, outcome.token_probs[judged]])[-_HISTORY:]
+        self._stood = np.concatenate([self._stood, (depths < accepted)[judged]])[-_HISTORY:]
+        if len(self._stood) >= _FEWEST and self._stood.any() and not self._stood.all():
+            self.threshold = best_threshold(self._probs, self._stood)
+
+
+def best_threshold(probs: FloatArray, stood: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
+    """Among the probabilities seen, the one that costs least if tokens from it on are taken for good."""
+    order = np.argsort(-probs, kind="stable")
+    ranked, good = probs[order], stood[order]
+    # The last of equal probabilities: all of them are on the same side of a threshold.
+    ends = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
+    false_alarms = np.cumsum(~good)[ends] / max((~good).sum(), 1)
+    misses = 1 - np.cumsum(good)[ends] / max(good.sum(), 1)
+    return float(ranked[ends][np.argmin(false_alarms + _MISS_COST * misses)])

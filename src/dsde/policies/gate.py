@@ -1,0 +1,230 @@
+"""Speculation off for the whole batch while it does not pay, a stage for any policy. Knows load, tokens and time.
+
+Most policies look at acceptance only, and acceptance does not see load: at the same acceptance rate drafting pays for a
+few sequences and costs for many. The gate compares what a step emitted with what the same seconds would have given
+without speculation. Knows nothing of how the lengths came about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dsde.policies.base import BatchView, IntArray, Outcome, Plan, Stage
+from dsde.policies.cost import CostModel, count_tokens
+
+PROBE_SHARE = 0.01
+"""of all time, that may be lost to looking at the alternative"""
+HORIZONS = (64, 1024)
+"""steps of evidence: few, to follow a change; many, to see a small difference through the noise"""
+CERTAINTY = 3.0
+"""standard errors between a mean and zero before it decides"""
+LEAST_EVIDENCE = 5
+"""steps before a verdict against speculation"""
+LEAST_PROBE = 4
+"""steps before a verdict for it"""
+NUM_PLAIN = 2
+"""steps of plain decoding that a load must have seen before anything is compared there"""
+NUM_LENT = 2
+"""such steps made before any time has been set aside for them"""
+LONGEST_UNSEEN = 2000
+"""steps after which plain decoding is measured again"""
+LONGEST_WAIT = 64
+"""steps in which prompts are read all the time, until plain decoding is measured among them or taken from the model"""
+
+
+@dataclass(slots=True)
+class _Evidence:
+    """Fading mean of what a step saved, and how sure it is."""
+
+    horizon: int
+    weight: float = 0.0
+    square_weight: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        kept = 1 - 1 / self.horizon
+        self.weight = kept * self.weight + 1
+        self.square_weight = kept * kept * self.square_weight + 1
+        self.total = kept * self.total + value
+        self.squares = kept * self.squares + value * value
+
+    def clear(self) -> None:
+        self.weight = self.square_weight = self.total = self.squares = 0.0
+
+    @property
+    def num(self) -> float:
+        """Steps that count, the fading ones in part."""
+        return self.weight**2 / self.square_weight if self.weight else 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight if self.weight else float("nan")
+
+    @property
+    def variance(self) -> float:
+        num = self.num
+        return max(self.squares / self.weight - self.mean**2, 0.0) * num / (num - 1)
+
+    def score(self, noise: float) -> float:
+        """The mean in its standard errors; `noise` is the variance of one step."""
+        error = (noise / self.num) ** 0.5
+        return self.mean / error if error else float(np.sign(self.mean) * np.inf) if self.mean else 0.0
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is known at one batch size (between two powers of two)."""
+
+    is_on: bool
+    short: _Evidence = field(default_factory=lambda: _Evidence(HORIZONS[0]))
+    """while off: of the running probe only"""
+    long: _Evidence = field(default_factory=lambda: _Evidence(HORIZONS[1]))
+    noise: float | None = None
+    """variance of what one step saves"""
+    num_waited: int = 0
+    """steps since plain decoding should have been measured"""
+
+    def add(self, saved: float) -> None:
+        self.short.add(saved)
+        self.long.add(saved)
+        if self.long.num >= LEAST_EVIDENCE:
+            self.noise = self.long.variance
+
+    def decide(self) -> None:
+        """On or off, if the evidence is clear; a change begins with no evidence but the noise."""
+        least = LEAST_EVIDENCE if self.is_on or self.noise is None else LEAST_PROBE
+        noise = self.noise
+        if noise is None:
+            return
+        scores = [evidence.score(noise) for evidence in (self.short, self.long) if evidence.num >= least]
+        if not scores:
+            return
+        if self.is_on and min(scores) < -CERTAINTY:
+            self.is_on = False
+        elif not self.is_on and max(scores) > CERTAINTY:
+            self.is_on = True
+        else:
+            return
+        self.short.clear()
+        self.long.clear()
+
+
+class OnOffGate(Stage):
+    """Nobody drafts while speculation costs more than it brings.
+
+    Every step that drafts is worth what it saved: the seconds in which plain decoding would have emitted as much, less
+    the seconds it took, in units of a plain step. Plain decoding is measured, in single steps without speculation, and
+    taken from the cost model in between. Speculation goes off when the mean of what is saved lies below zero by three
+    standard errors of what was seen of its noise, and on again when it lies above by as much: near zero nothing moves.
+
+    While off, a probe is drafted when one hundredth of the time pays for it, with the draft's catching up. A probe that
+    gains goes on until the verdict; a probe that does not ends. What catching up took is paid for but not held against
+    speculation, which would not pause if it were on. Every load (batch size between two powers of two) has its own
+    verdict, and a new one begins with speculation unless it failed at a smaller load.
+    """
+
+    def __init__(self, cost: CostModel | None = None) -> None:
+        self.cost = cost or CostModel()
+        self._loads: dict[int, _Load] = {}
+        self._saved_up_s = 0.0
+        """seconds that may be lost to looking"""
+        self._num_lent = 0
+        self._was_speculating = False
+        self._gain = 1.0
+        """tokens per second with speculation over without, fading mean at whatever load"""
+        self._is_probing = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether speculation is on at every load seen."""
+        return all(load.is_on for load in self._loads.values())
+
+    def apply(self, plan: Plan, batch: BatchView) -> None:
+        num = batch.slots.size
+        load = self._load(max(batch.num_decoding, num))
+        plan.signals["gate_saved"] = np.full(num, load.long.mean)
+        if not plan.lengths.any():
+            return
+        speculates = not self._measures_plain(load, batch) if load.is_on else self._probes(load, plan, batch)
+        if not speculates:
+            plan.lengths[:] = 0
+            plan.cap = 0.0
+
+    def observe(self, outcome: Outcome) -> None:
+        step = self.cost.observe(outcome)
+        num_decoding = max(outcome.num_decoding, outcome.slots.size)
+        if outcome.slots.size == 0 or step.verify_s <= 0:
+            return
+        load = self._load(num_decoding)
+        spent_s = step.draft_s + step.catch_up_s + step.verify_s
+        self._saved_up_s += PROBE_SHARE * spent_s
+        speculated = bool(outcome.drafted.any())
+        if speculated:
+            self._judge(load, outcome, spent_s, 0.0 if self._was_speculating else step.catch_up_s)
+        elif load.is_on and self._was_speculating:
+            self._saved_up_s -= max(step.verify_s * (1 - 1 / max(self._gain, 1.0)), 0.0)
+        self._was_speculating = speculated
+
+    def forget(self, slots: IntArray) -> None:
+        self.cost.forget(slots)
+
+    def _judge(self, load: _Load, outcome: Outcome, spent_s: float, excused_s: float) -> None:
+        """Take a step that drafted for what it saved."""
+        num_decoding = max(outcome.num_decoding, outcome.slots.size)
+        num_foreign = max(outcome.num_drafted - int(outcome.drafted.sum()), 0)
+        base = count_tokens(outcome) + num_foreign
+        first_s, further_s = self.cost.verify_s([base, num_decoding]).tolist()
+        # Plain decoding would have read the prompts once, however many steps it took.
+        plain_s = first_s + float(outcome.accepted.sum()) / num_decoding * further_s
+        if not load.is_on:
+            self._saved_up_s += plain_s - spent_s
+        if not self._is_comparable(load, num_decoding):
+            return
+        saved = (plain_s - (spent_s - excused_s)) / further_s
+        self._gain += (plain_s / max(spent_s - excused_s, 1e-9) - self._gain) / HORIZONS[0]
+        load.add(saved)
+        load.decide()
+
+    def _load(self, batch_size: int) -> _Load:
+        bucket = (max(batch_size, 1) - 1).bit_length()
+        if bucket not in self._loads:
+            smaller = [known for known in self._loads if known < bucket]
+            self._loads[bucket] = _Load(is_on=not smaller or self._loads[max(smaller)].is_on)
+        return self._loads[bucket]
+
+    def _is_comparable(self, load: _Load, num_decoding: int) -> bool:
+        return self.cost.num_verified(num_decoding) >= NUM_PLAIN or load.num_waited > LONGEST_WAIT
+
+    def _measures_plain(self, load: _Load, batch: BatchView) -> bool:
+        """Whether this step, of a batch that speculates, goes without to see what that costs."""
+        num_decoding = max(batch.num_decoding, batch.slots.size)
+        if self.cost.num_verified(num_decoding) >= NUM_PLAIN and self.cost.age(num_decoding) < LONGEST_UNSEEN:
+            load.num_waited = 0
+            return False
+        load.num_waited += 1
+        if not self._was_speculating or (batch.num_prompt_tokens and load.num_waited < LONGEST_WAIT):
+            return False
+        price_s = float(self.cost.verify_s(num_decoding)) * (1 - 1 / max(self._gain, 1.0))
+        if self._num_lent < NUM_LENT:
+            self._num_lent += 1
+            return True
+        return self._saved_up_s > price_s
+
+    def _probes(self, load: _Load, plan: Plan, batch: BatchView) -> bool:
+        """Whether this step, of a batch that does not speculate, does so to see whether it would pay."""
+        if self._is_probing and self._was_speculating and self._saved_up_s > 0 and load.short.mean > 0:
+            return True
+        num_decoding = max(batch.num_decoding, batch.slots.size)
+        base = num_decoding + batch.num_prompt_tokens
+        num_drafted, num_passes = int(plan.lengths.sum()), int(plan.lengths.max())
+        plain_s, verify_s = self.cost.verify_s([base, base + num_drafted]).tolist()
+        draft_s = num_passes * float(self.cost.draft_s(max(num_drafted / num_passes, 1.0)))
+        price_s = draft_s + float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) + verify_s - plain_s
+        self._is_probing = self._saved_up_s > price_s
+        self._saved_up_s = min(self._saved_up_s, 2 * price_s)
+        if self._is_probing:
+            load.short.clear()
+        return self._is_probing

@@ -1,0 +1,171 @@
+"""The length with the most tokens per second: SmartSpec / TurboSpec (arXiv 2406.14066), a reconstruction.
+
+Reconstructed from the idea and the formulas as remembered: goodput(k) = E[tokens] / T with
+E = sum over requests (1 - alpha^(k+1)) / (1 - alpha) and T = k * T_draft(B) + T_target(B * (k+1)). Seconds come from
+`CostModel`, which is learnt while serving instead of profiled, and does not know the context length. Knows acceptance,
+load and time; knows nothing of KLDs or of what is being written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsde.policies.base import BatchView, FloatArray, IntArray, Outcome, Plan, Policy
+from dsde.policies.cost import CostModel, count_tokens
+from dsde.policies.limits import LONGEST, check_choice, check_whole
+from dsde.policies.slots import SlotTable
+
+KEPT = 0.95
+"""of what is known of acceptance, that a step which drafted leaves standing"""
+PRIOR_ACCEPTED, PRIOR_TESTED = 7.0, 10.0
+"""acceptance before the first step, worth so many tokens"""
+LARGEST_ALPHA = 0.999
+PROBE_SHARE = 0.01
+"""of the time without speculation, that may go into probes of it"""
+PROBE_TOKENS = 4
+"""tested by a probe, at least, over the batch"""
+
+
+@dataclass
+class _Sequences(SlotTable):
+    num_accepted: FloatArray
+    """fading sums, like the next"""
+    num_tested: FloatArray
+
+
+@dataclass(slots=True)
+class _Choice:
+    lengths: IntArray
+    goodput: float
+    """tokens per second expected of it"""
+    goodput_off: float
+
+
+class Goodput(Policy):
+    """Argmax over lengths 0..`max` of expected tokens per second, one length for the batch or one per sequence.
+
+    `per="batch"`: one acceptance rate, one length. `per="sequence"`: every sequence has a rate of its own, drawn
+    towards that of the batch while little is known, and the tokens most likely to be accepted are drafted first,
+    whoever they belong to.
+
+    Acceptance is accepted / tested, where the tested tokens of a step are the accepted ones and the first rejected one:
+    those after it were not looked at. Where nothing is drafted nothing is learnt, so a short probe is drafted whenever
+    one hundredth of the time since the last one pays for it.
+    """
+
+    def __init__(self, max: int = 12, per: str = "batch", cost: CostModel | None = None) -> None:
+        check_whole("max", max, 1, LONGEST)
+        check_choice("per", per, ("batch", "sequence"))
+        self.max = max
+        self.per = per
+        self.cost = cost or CostModel()
+        self._num_accepted, self._num_tested = PRIOR_ACCEPTED, PRIOR_TESTED
+        self._sequences = _Sequences(num_accepted=np.zeros(1), num_tested=np.zeros(1))
+        self._probe_s = 0.0
+        """seconds that the next probe may cost"""
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance rate of the batch."""
+        return self._num_accepted / self._num_tested
+
+    def plan(self, batch: BatchView) -> Plan:
+        alphas = self._alphas(batch.slots)
+        choice = self._per_sequence(batch, alphas) if self.per == "sequence" else self._per_batch(batch)
+        predicted = choice.lengths.astype(np.float64)
+        lengths = np.minimum(choice.lengths, batch.rooms)
+        if not lengths.any() and batch.rooms.any():
+            lengths = self._probe(batch)
+        num = batch.slots.size
+        return Plan(
+            lengths=lengths,
+            predicted=predicted,
+            votes=np.ones(num, np.bool_),
+            signals={
+                "alpha": alphas,
+                "goodput": np.full(num, choice.goodput),
+                "goodput_off": np.full(num, choice.goodput_off),
+            },
+        )
+
+    def observe(self, outcome: Outcome) -> None:
+        self.cost.observe(outcome)
+        active = outcome.drafted > 0
+        if not active.any():
+            self._probe_s += PROBE_SHARE * float(self.cost.verify_s(max(count_tokens(outcome), 1)))
+            return
+        slots, accepted = outcome.slots[active], outcome.accepted[active]
+        tested = np.minimum(accepted + 1, outcome.drafted[active])
+        self._num_accepted = KEPT * self._num_accepted + float(accepted.sum())
+        self._num_tested = KEPT * self._num_tested + float(tested.sum())
+        sequences = self._sequences
+        sequences.cover(slots)
+        sequences.num_accepted[slots] = KEPT * sequences.num_accepted[slots] + accepted
+        sequences.num_tested[slots] = KEPT * sequences.num_tested[slots] + tested
+
+    def forget(self, slots: IntArray) -> None:
+        self._sequences.reset(slots)
+        self.cost.forget(slots)
+
+    def _alphas(self, slots: IntArray) -> FloatArray:
+        if self.per == "batch":
+            return np.full(slots.size, self.alpha)
+        self._sequences.cover(slots)
+        accepted = self._sequences.num_accepted[slots] + PRIOR_TESTED * self.alpha
+        return accepted / (self._sequences.num_tested[slots] + PRIOR_TESTED)
+
+    def _per_batch(self, batch: BatchView) -> _Choice:
+        """One k for all; whoever has no room for it drafts as far as it goes."""
+        lengths = np.arange(self.max + 1)
+        num_with_room = np.add.reduce(batch.rooms[:, None] >= lengths[1:], axis=0)
+        gains = num_with_room * min(self.alpha, LARGEST_ALPHA) ** lengths[1:]
+        num_base = max(batch.num_decoding, batch.slots.size)
+        expected = num_base + np.concatenate([[0.0], np.add.accumulate(gains)])
+        num_drafted = np.concatenate([[0], np.add.accumulate(num_with_room)])
+        num_passes = np.minimum(lengths, batch.rooms.max(initial=0))
+        tokens = np.maximum(num_base + batch.num_prompt_tokens + num_drafted, 1)
+        goodputs = expected / (num_passes * self.cost.draft_s(max(batch.slots.size, 1)) + self.cost.verify_s(tokens))
+        best = int(goodputs.argmax())
+        return _Choice(np.full(batch.slots.size, best), float(goodputs[best]), float(goodputs[0]))
+
+    def _per_sequence(self, batch: BatchView, alphas: FloatArray) -> _Choice:
+        """For every number of draft passes, the tokens worth verifying; then the number that pays best.
+
+        A sequence's tokens become less likely along its draft, so the best ones of all are always whole beginnings.
+        """
+        num, depths = batch.slots.size, np.arange(1, self.max + 1)
+        chances = np.minimum(alphas, LARGEST_ALPHA)[:, None] ** depths
+        possible = np.flatnonzero(depths <= batch.rooms[:, None])
+        order = possible[np.argsort(-chances.ravel()[possible], kind="stable")]
+        sorted_chances, sorted_depths = chances.ravel()[order], order % self.max + 1
+        num_base = max(batch.num_decoding, num)
+        verify_s = self.cost.verify_s(np.maximum(num_base + batch.num_prompt_tokens + np.arange(order.size + 1), 1))
+        draft_s = float(self.cost.draft_s(max(num, 1)))
+        goodput_off = num_base / float(verify_s[0])
+        best, best_chosen = goodput_off, order[:0]
+        for num_passes in depths.tolist():
+            within = sorted_depths <= num_passes
+            expected = num_base + np.add.accumulate(sorted_chances[within])
+            if expected.size == 0:
+                break
+            goodputs = expected / (num_passes * draft_s + verify_s[1 : expected.size + 1])
+            place = int(goodputs.argmax())
+            if goodputs[place] > best:
+                best, best_chosen = float(goodputs[place]), order[within][: place + 1]
+        return _Choice(np.bincount(best_chosen // self.max, minlength=num), best, goodput_off)
+
+    def _probe(self, batch: BatchView) -> IntArray:
+        """Nothing, or a short draft if there is enough time set aside for it."""
+        num = batch.slots.size
+        length = min(-(-PROBE_TOKENS // num), self.max)
+        lengths = np.minimum(batch.rooms, length)
+        base = max(batch.num_decoding, num) + batch.num_prompt_tokens
+        verify_s = self.cost.verify_s([base, base + int(lengths.sum())])
+        catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
+        price_s = length * float(self.cost.draft_s(num)) + float(verify_s[1] - verify_s[0]) + catch_up_s
+        if self._probe_s < price_s:
+            return np.zeros(num, np.int64)
+        self._probe_s = 0.0
+        return lengths

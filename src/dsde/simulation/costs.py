@@ -1,0 +1,111 @@
+"""What a step costs, in virtual seconds. Knows counts of sequences and tokens only.
+
+Both models read their weights whatever the batch (flat) until arithmetic becomes the limit (linear). Not modelled:
+attention over long contexts, graphs that pad a batch, noise, and a draft that catches up after a pause.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from dsde.core.errors import InvalidInput
+from dsde.policies.base import FloatArray, IntArray
+
+
+def check_number(field: str, value: object, low: float, high: float) -> None:
+    """`value` is a finite number within low..high, or InvalidInput."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high:
+        return
+    span = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
+    raise InvalidInput(f"{field} must be a number {span}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of one pass: `flat_s` for up to `num_flat` tokens, and `each_s` for every further one."""
+
+    flat_s: float
+    num_flat: float = 0.0
+    each_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_number(field.name, getattr(self, field.name), 0.0, math.inf)
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.flat_s + self.each_s * max(num_tokens - self.num_flat, 0)
+
+    def seconds_of(self, num_tokens: IntArray) -> FloatArray:
+        seconds: FloatArray = self.flat_s + self.each_s * np.maximum(num_tokens - self.num_flat, 0)
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    draft: Line
+    """one pass of the draft, by sequences that draft in it"""
+    verify: Line
+    """the target's pass and the verdict, by packed tokens: one a sequence, the drafted ones and those of prompts"""
+    step_s: float = 0.0
+    """everything else, once a step"""
+
+    def __post_init__(self) -> None:
+        check_number("step_s", self.step_s, 0.0, math.inf)
+        if not self.verify.flat_s + self.verify.each_s + self.step_s > 0:
+            raise InvalidInput("verify must cost something, give flat_s above 0")
+
+    def draft_s(self, passes: IntArray) -> float:
+        """Ragged drafting: pass j holds the sequences that take part in more than j passes."""
+        if not passes.any():
+            return 0.0
+        num_active = passes.size - np.add.accumulate(np.bincount(passes))[:-1]
+        return float(self.draft.seconds_of(num_active).sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+COSTS = {
+    # Fitted to what docs/benchmarks.md says of an 8B-shaped target with a 1B-shaped draft on one H200.
+    "memory-bound": Costs(Line(0.8e-3, 8, 8e-6), Line(3.9e-3, 8, 22e-6)),
+    # A machine whose arithmetic is the limit from the fifth token on, as on a CPU: time follows the tokens.
+    "compute-bound": Costs(Line(2e-3, 4, 0.5e-3), Line(20e-3, 4, 5e-3)),
+}
+
+
+def make_costs(text: str) -> Costs:
+    """A preset by name, or JSON: `{"draft": {"flat_s": 0.001}, "verify": {"flat_s": 0.005, "each_s": 2e-5}}`."""
+    if text.strip() in COSTS:
+        return COSTS[text.strip()]
+    if not text.strip().startswith("{"):
+        raise InvalidInput(f"cost must be one of {', '.join(COSTS)} or a JSON object, not {text!r}")
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"cost is not valid JSON: {error}") from None
+    _check_keys("cost", given, {"draft", "verify", "step_s"}, {"draft", "verify"})
+    lines = {name: _make_line(name, given[name]) for name in ("draft", "verify")}
+    return Costs(**lines, step_s=given.get("step_s", 0.0))
+
+
+def _make_line(name: str, given: object) -> Line:
+    if not isinstance(given, dict):
+        raise InvalidInput(f'{name} must be an object like {{"flat_s": 0.005}}, not {given!r}')
+    _check_keys(name, given, {"flat_s", "num_flat", "each_s"}, {"flat_s"})
+    try:
+        return Line(**given)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error}") from None
+
+
+def _check_keys(name: str, given: dict[str, Any], known: set[str], needed: set[str]) -> None:
+    for key in given:
+        if key not in known:
+            raise InvalidInput(f"{name} has no key {key!r}; allowed are {', '.join(sorted(known))}")
+    if missing := sorted(needed - set(given)):
+        raise InvalidInput(f"{name} lacks {', '.join(missing)}")

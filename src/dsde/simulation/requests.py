@@ -1,0 +1,61 @@
+"""What requests of a simulation are: at every position of their output, whether the draft would have agreed.
+
+Agreement belongs to the position and not to the step, so that every policy meets the same requests. The position after
+the first disagreement is drafted afresh in the next step, as the same position of the same text: what a draft says
+beyond its own mistake is taken to be what it would have said without it. Knows nothing of policies, costs and time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from dsde.core.errors import InvalidInput
+from dsde.policies.base import BoolArray, FloatArray, IntArray
+
+MOST_POSITIONS = 20_000_000
+"""about half a gigabyte"""
+
+
+@dataclass
+class Requests:
+    """Arrays over [request, position]; positions beyond `num_tokens` of a request are never read."""
+
+    num_tokens: IntArray
+    """[request] what it emits before it ends"""
+    num_prompt_tokens: IntArray
+    agreed: BoolArray
+    """whether the draft's token stands, if everything before it did"""
+    klds: FloatArray
+    entropies: FloatArray | None
+    """of the draft, in nats; None where they were not recorded"""
+    temperature: float
+
+    @property
+    def size(self) -> int:
+        return int(self.num_tokens.size)
+
+    @cached_property
+    def runs(self) -> IntArray:
+        """How many positions from this one on agree without a break."""
+        places = np.arange(self.agreed.shape[1])
+        breaks = np.where(self.agreed, places.size, places)
+        return np.minimum.accumulate(breaks[:, ::-1], axis=1)[:, ::-1] - places
+
+
+class Stream(Protocol):
+    """Where requests come from."""
+
+    def draw(self, num_requests: int, num_tokens: int, seed: int) -> Requests:
+        """Requests of at most `num_tokens` tokens each; the same for the same arguments."""
+
+
+def check_size(num_requests: int, num_tokens: int) -> None:
+    if num_requests < 1 or num_tokens < 1:
+        raise InvalidInput(f"requests and tokens must be at least 1, not {num_requests} and {num_tokens}")
+    num_positions = num_requests * num_tokens
+    if num_positions > MOST_POSITIONS:
+        raise InvalidInput(f"requests times tokens must be at most {MOST_POSITIONS:,}, not {num_positions:,}")

@@ -1,0 +1,255 @@
+"""Draft stops: each against its rule written out here, through the real drafter, and lossless by distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsde import SamplingParams
+from dsde.core.sequence import Sequence
+from dsde.core.stops import Signal, StopAfter, StopBefore, TokenSignal
+from dsde.drafting import ModelDrafter
+from dsde.models.batch import pack
+from dsde.models.decoder import Decoder
+from dsde.policies import BatchView, Outcome, Policy
+from dsde.policies.adaedl import AdaEDL
+from dsde.policies.confidence import Confidence, best_threshold
+from dsde.policies.ddd import DDD
+from dsde.policies.margin import Margin
+from dsde.policies.svip import SVIP
+from dsde.sampling import Sampler
+from test_lossless_distribution import DRAFTS, NUM_REQUESTS, enumerate_outputs, p_value, sample_outputs
+from tiny import DEVICE, complete, make_engine, tiny_model
+
+DRAFT = tiny_model(seed=5, layers=1, sharpness=1.5)
+LONGEST = 9
+
+
+def distribution(model: Decoder, tokens: list[int]) -> np.ndarray:
+    """The model's next-token probabilities, from a forward pass of its own."""
+    lengths = np.array([len(tokens)])
+    blocks = [list(range(-(-len(tokens) // 16)))]
+    batch = pack(np.array(tokens), lengths, lengths, blocks, lengths - 1, DEVICE)
+    logits = model.forward(batch, model.new_cache(len(blocks[0])))[0].double().numpy()
+    exponentials = np.exp(logits - logits.max())
+    return exponentials / exponentials.sum()
+
+
+def entropy(probs: np.ndarray, _: list[float]) -> float:
+    return float(-(probs * np.log(probs)).sum())
+
+
+def margin(probs: np.ndarray, _: list[float]) -> float:
+    first, second = np.sort(probs)[::-1][:2]
+    return float(first - second)
+
+
+def last_prob(_: np.ndarray, drawn: list[float]) -> float:
+    return drawn[-1]
+
+
+def total_log_prob(_: np.ndarray, drawn: list[float]) -> float:
+    return sum(map(math.log, drawn))
+
+
+def greedy_draft(prompt: list[int], ends_before: Callable[[int, np.ndarray], bool], ends_after: Any) -> list[int]:
+    """One sequence, one token at a time."""
+    draft: list[int] = []
+    drawn: list[float] = []
+    while len(draft) < LONGEST:
+        probs = distribution(DRAFT, prompt + draft)
+        if ends_before(len(draft), probs):
+            break
+        token = int(probs.argmax())
+        draft.append(token)
+        drawn.append(float(probs[token]))
+        if ends_after(probs, drawn):
+            break
+    return draft
+
+
+def never(*_: Any) -> bool:
+    return False
+
+
+BEFORE = {
+    "entropy": (Signal.ENTROPY, 2.2, True, entropy),
+    "top prob": (Signal.TOP_PROB, 0.35, False, lambda probs, _: float(probs.max())),
+    "margin": (Signal.MARGIN, 0.2, False, margin),
+}
+AFTER = BEFORE | {
+    "token prob": (TokenSignal.TOKEN_PROB, 0.35, False, last_prob),
+    "whole draft": (TokenSignal.TOTAL_LOG_PROB, -2.5, False, total_log_prob),
+}
+
+
+def sequences(count: int) -> list[Sequence]:
+    rng = np.random.default_rng(3)
+    made = []
+    for i in range(count):
+        tokens = rng.integers(0, 64, rng.integers(2, 12)).tolist()
+        blocks = [2 * i, 2 * i + 1]
+        params = SamplingParams(temperature=0, max_tokens=50)
+        made.append(Sequence(str(i), 0, params, tokens, len(tokens), 50, frozenset(), i, i, block_table=blocks))
+    return made
+
+
+def beyond(value: float, threshold: float, above: bool) -> bool:
+    return value > threshold if above else value < threshold
+
+
+@pytest.mark.parametrize("first_depth", [0, 1])
+@pytest.mark.parametrize("rule", BEFORE)
+def test_a_rule_before_a_token_is_drawn(rule: str, first_depth: int) -> None:
+    signal, threshold, above, value = BEFORE[rule]
+    batch = sequences(12)
+    stop = StopBefore(signal, np.full(12, threshold), above, first_depth)
+    expected = [
+        greedy_draft(s.tokens, lambda depth, p: depth >= first_depth and beyond(value(p, []), threshold, above), never)
+        for s in batch
+    ]
+    check(batch, stop, expected)
+
+
+@pytest.mark.parametrize("rule", AFTER)
+def test_a_rule_after_a_token_is_drawn(rule: str) -> None:
+    signal, threshold, above, value = AFTER[rule]
+    batch = sequences(12)
+    stop = StopAfter(signal, np.full(12, threshold), above)
+    expected = [
+        greedy_draft(s.tokens, never, lambda p, drawn: beyond(value(p, drawn), threshold, above)) for s in batch
+    ]
+    check(batch, stop, expected)
+
+
+def check(batch: list[Sequence], stop: StopBefore | StopAfter, expected: list[list[int]]) -> None:
+    drafter = ModelDrafter(DRAFT, Sampler(), 64, 4096)
+    drafter.allocate(2 * len(batch))
+    with torch.inference_mode():
+        proposals = drafter.propose(batch, np.full(len(batch), LONGEST), stop, want_token_probs=True)
+    drafts = [row[:length] for row, length in zip(proposals.tokens.tolist(), proposals.lengths, strict=True)]
+    assert drafts == expected
+    assert len({len(draft) for draft in drafts}) > 2, "the threshold should cut some drafts and not others"
+    probs = [
+        distribution(DRAFT, s.tokens + draft[:i])[token]
+        for s, draft in zip(batch, expected, strict=True)
+        for i, token in enumerate(draft)
+    ]
+    np.testing.assert_allclose(proposals.token_probs, probs, rtol=1e-4)
+    # What the draft has read is what it is taken to have read: it drafts on as if it had never stopped.
+    for sequence, draft in zip(batch, expected, strict=True):
+        assert sequence.num_draft_computed <= len(sequence.tokens) + max(len(draft) - 1, 0)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "svip": lambda: SVIP(h=0.4, c=0.15, max=6),
+    "adaedl": lambda: AdaEDL(max=5, threshold=0.4),
+    "confidence": lambda: Confidence(0.3, max=5),
+    "ddd": lambda: DDD(tau=-1.5, max=5),
+    "margin": lambda: Margin(0.1, max=5),
+}
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])
+@pytest.mark.parametrize("draft", ["close", "far"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_lossless_by_distribution(name: str, draft: str, seeded: bool) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    counts = sample_outputs(DRAFTS[draft], POLICIES[name](), params, seeded, NUM_REQUESTS)
+    assert p_value(enumerate_outputs(params), counts) > 1e-4
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_greedy_text_is_that_of_the_target_alone(name: str) -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=1, noise=0.2)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    plain = complete(make_engine(target, None), prompts, params)
+    engine = make_engine(target, draft, POLICIES[name]())
+    stopped = complete(engine, prompts, params)
+    assert [o.outputs[0].token_ids for o in stopped] == [o.outputs[0].token_ids for o in plain]
+    assert engine.metrics.num_stopped > 0
+    assert engine.metrics.num_undrafted == 0
+
+
+def view(slots: list[int]) -> BatchView:
+    count = len(slots)
+    return BatchView(np.array(slots), np.full(count, 50), np.zeros(count), count)
+
+
+def outcome(slots: list[int], drafted: list[int], accepted: list[int], probs: Any = ()) -> Outcome:
+    return Outcome(
+        np.array(slots), np.array(drafted), np.array(accepted), np.empty(0), np.zeros(len(slots)), np.array(probs)
+    )
+
+
+def test_adaedl_adapts_each_sequence_by_its_own_rounds() -> None:
+    policy = AdaEDL(gamma=0.2, max=7, threshold=0.5, alpha=0.9, epsilon=0.01, beta1=0.5, beta2=0.9)
+    rng = np.random.default_rng(0)
+    lambdas, rates = [0.5] * 3, [0.9] * 3
+    for _ in range(200):
+        drafted = rng.integers(0, 8, 3)
+        accepted = np.array([rng.integers(0, d + 1) for d in drafted])
+        policy.observe(outcome([0, 1, 2], drafted.tolist(), accepted.tolist()))
+        for i in range(3):
+            if drafted[i]:
+                rates[i] = 0.5 * rates[i] + 0.5 * accepted[i] / drafted[i]
+                moved = lambdas[i]
+                if rates[i] < 0.9:
+                    moved += 0.01
+                elif accepted[i] != 7:
+                    moved -= 0.01
+                lambdas[i] = 0.9 * lambdas[i] + 0.1 * moved
+        plan = policy.plan(view([0, 1, 2]))
+        np.testing.assert_allclose(plan.signals["lambda"], lambdas)
+        assert isinstance(plan.stop, StopBefore)
+        for h in (0.1, 0.7, 2.0):
+            stops = [1 - math.sqrt(0.2 * h) < value for value in lambdas]
+            assert (h > plan.stop.thresholds).tolist() == stops
+    policy.forget(np.array([1]))
+    assert policy.plan(view([1])).signals["lambda"] == 0.5
+
+
+def test_confidence_learns_from_what_was_compared() -> None:
+    policy = Confidence(0.4, max=20)
+    rng = np.random.default_rng(1)
+    seen: list[tuple[float, bool]] = []
+    for _ in range(40):
+        drafted = rng.integers(0, 6, 4)
+        accepted = np.array([rng.integers(0, d + 1) for d in drafted])
+        probs = rng.random(drafted.sum()).round(2)
+        policy.observe(outcome([0, 1, 2, 3], drafted.tolist(), accepted.tolist(), probs))
+        place = 0
+        for d, a in zip(drafted, accepted, strict=True):
+            seen += [(probs[place + i], i < a) for i in range(min(a + 1, d))]
+            place += d
+        if len(seen) >= 6 and 0 < sum(good for _, good in seen) < len(seen):
+            assert policy.threshold in brute_force([p for p, _ in seen], [good for _, good in seen])
+
+
+def brute_force(probs: list[float], stood: list[bool]) -> set[float]:
+    """All thresholds of least cost."""
+    costs = {}
+    for threshold in set(probs):
+        taken = [p >= threshold for p in probs]
+        alarms = sum(t and not s for t, s in zip(taken, stood, strict=True)) / (len(stood) - sum(stood))
+        misses = sum(s and not t for t, s in zip(taken, stood, strict=True)) / sum(stood)
+        costs[threshold] = alarms + 3 * misses
+    return {threshold for threshold, cost in costs.items() if cost <= min(costs.values()) + 1e-9}
+
+
+def test_best_threshold_keeps_equal_probabilities_together() -> None:
+    assert best_threshold(np.array([0.9, 0.5, 0.5, 0.1]), np.array([True, True, False, False])) == 0.5
+
+
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+def test_no_longer_than_the_room(make: Callable[[], Policy]) -> None:
+    batch = view([0, 1])
+    batch.rooms = np.array([0, 2])
+    assert make().plan(batch).lengths.tolist() == [0, 2]
+    make().observe(outcome([], [], []))

@@ -183,9 +183,8 @@ def view(slots: list[int]) -> BatchView:
 
 
 def outcome(slots: list[int], drafted: list[int], accepted: list[int], probs: Any = ()) -> Outcome:
-    return Outcome(
-        np.array(slots), np.array(drafted), np.array(accepted), np.empty(0), np.zeros(len(slots)), np.array(probs)
-    )
+    integers = (np.array(values, dtype=np.int64) for values in (slots, drafted, accepted))
+    return Outcome(*integers, np.empty(0), np.zeros(len(slots)), np.array(probs, dtype=np.float64))
 
 
 def test_adaedl_adapts_each_sequence_by_its_own_rounds() -> None:

@@ -43,9 +43,8 @@ class Confidence(Policy):
         )
 
     def observe(self, outcome: Outcome) -> None:
-        depths = np.arange(outcome.drafted.sum()) - np.repeat(
-            np.cumsum(outcome.drafted) - outcome.drafted, outcome.drafted
-        )
+        starts = np.cumsum(outcome.drafted) - outcome.drafted
+        depths = np.arange(outcome.drafted.sum()) - np.repeat(starts, outcome.drafted)
         accepted = np.repeat(outcome.accepted, outcome.drafted)
         # What was drafted behind a rejected token was never compared.
         judged = depths <= accepted

@@ -42,10 +42,11 @@ class Curve:
     """Seconds against size: flat then linear, times a ratio that is measured per bucket of sizes.
 
     A bucket holds the ratios of its newest measurements to the prior shape, and stands for their median: a step that
-    compiled or was preempted does not move it. Between measured buckets the ratio is interpolated over the logarithm of
-    the size, above them it stays as it is, and below them seconds are taken to fall in proportion to the size: both are
-    the least that is plausible. So when one size has been seen, it fixes the level. Nothing costs more than anything larger: of two buckets that contradict this the smaller size is lowered,
-    because a measurement can be too slow by accident but hardly too fast.
+    compiled or was preempted does not move it. Elsewhere seconds are the least that is plausible for a curve that is
+    flat first and never bends down: between measured sizes a straight line, or the prior shape where that is lower;
+    above them the prior shape, or a straight line from the size half as large where that is higher; below them in
+    proportion to the size. So one size alone fixes the level. Nothing costs more than anything larger: of two buckets
+    that contradict this the smaller size is lowered, because a step is slow by accident but hardly ever fast.
     """
 
     def __init__(self, prior_s: float) -> None:
@@ -104,8 +105,14 @@ class Curve:
         places = np.flatnonzero(known)
         ratios = np.interp(np.arange(NUM_BUCKETS), places, self._ratios[places])
         table = self.prior_s * ratios * _FLAT_THEN_LINEAR
-        first = places[0]
+        first, last = int(places[0]), int(places[-1])
+        between = slice(first, last + 1)
+        table[between] = np.minimum(table[between], np.interp(_CENTERS[between], _CENTERS[places], table[places]))
         table[:first] = table[first] * _CENTERS[:first] / _CENTERS[first]
+        far = places[places <= last - BUCKETS_PER_OCTAVE]
+        if far.size:
+            slope = (table[last] - table[far[-1]]) / (_CENTERS[last] - _CENTERS[far[-1]])
+            table[last:] = np.maximum(table[last:], table[last] + slope * (_CENTERS[last:] - _CENTERS[last]))
         self._table = np.minimum.accumulate(table[::-1])[::-1]
         self._is_stale = False
 
@@ -161,9 +168,9 @@ class CostModel:
     of a verification of as many tokens: the levels are arbitrary, their ratio is what decides before there is evidence.
 
     Identifiable from one batch size alone are the level of the draft and, as soon as lengths vary, the verification
-    at as many sizes as there were lengths. What was never measured is taken to cost as little as is plausible: flat up
-    to the knee towards larger sizes, in proportion towards smaller ones. A policy misled by that tries it, and then it
-    has been measured; a guess on the dear side would never be put right.
+    at as many sizes as there were lengths. What was never measured is taken to cost as little as is plausible (see
+    `Curve`). A policy misled by that tries it, and then it has been measured; a guess on the dear side would never be
+    put right.
 
     Steps in which a sequence had to catch up (after a pause, or because it is new) say nothing of a draft pass, and are
     used for `catch_up_s`. Under a load where there is always somebody new they count after all.

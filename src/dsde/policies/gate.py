@@ -90,13 +90,14 @@ class _Load:
     def add(self, saved: float) -> None:
         self.short.add(saved)
         self.long.add(saved)
-        if self.long.num >= LEAST_EVIDENCE:
-            self.noise = self.long.variance
+        # The short one: over the long one a change of level would pass for noise. While off it holds one probe only.
+        evidence = self.short if self.is_on else self.long
+        if evidence.num >= LEAST_EVIDENCE and (self.is_on or self.noise is None):
+            self.noise = evidence.variance
 
     def decide(self) -> None:
         """On or off, if the evidence is clear; a change begins with no evidence but the noise."""
-        least = LEAST_EVIDENCE if self.is_on or self.noise is None else LEAST_PROBE
-        noise = self.noise
+        noise, least = self.noise, LEAST_EVIDENCE if self.is_on else LEAST_PROBE
         if noise is None:
             return
         scores = [evidence.score(noise) for evidence in (self.short, self.long) if evidence.num >= least]

@@ -17,7 +17,7 @@ from dsde.policies.cost import CostModel, count_tokens
 from dsde.policies.limits import LONGEST, check_choice, check_whole
 from dsde.policies.slots import SlotTable
 
-KEPT = 0.95
+KEPT = 0.97
 """of what is known of acceptance, that a step which drafted leaves standing"""
 PRIOR_ACCEPTED, PRIOR_TESTED = 7.0, 10.0
 """acceptance before the first step, worth so many tokens"""

@@ -10,11 +10,13 @@ from pathlib import Path
 import dsde
 
 ROOT = Path(dsde.__file__).parent
-LAYERS = ["core", "policies", "device", "models", "sampling", "drafting", "verification", "engine", "cli"]
+LAYERS = ["core", "policies", "simulation", "device", "models", "sampling", "drafting", "verification", "engine", "cli"]
 """from the bottom up"""
 ALLOWED = {name: set(LAYERS[: LAYERS.index(name) + 1]) for name in LAYERS}
 ALLOWED["device"] -= {"policies"}
 ALLOWED["models"] -= {"policies"}
+for name in LAYERS[LAYERS.index("simulation") + 1 : -1]:
+    ALLOWED[name] -= {"simulation"}
 ALLOWED["sampling"] -= {"policies", "models"}
 ALLOWED["drafting"] -= {"policies"}
 ALLOWED["verification"] -= {"policies"}

@@ -66,7 +66,7 @@ def test_wrong_use_is_one_sentence(
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(command in text for command in ("demo", "generate", "policies", "models"))
+    assert all(command in text for command in ("demo", "generate", "simulate", "policies", "models"))
 
 
 def test_policies(capsys: pytest.CaptureFixture[str]) -> None:

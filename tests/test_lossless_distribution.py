@@ -17,7 +17,7 @@ from scipy import stats
 from dsde import SamplingParams
 from dsde.models.batch import pack
 from dsde.models.decoder import Decoder
-from dsde.policies import BatchView, Plan, Policy
+from dsde.policies import POLICIES, STAGES, BatchView, Plan, Policy
 from tiny import DEVICE, make_engine, run, tiny_model
 
 VOCAB = 6
@@ -170,10 +170,18 @@ def test_distribution_of_other_setups(name: str, policy: str, draft: str, seeded
     check_distribution(name, policy, draft, seeded)
 
 
-def check_distribution(name: str, policy: str, draft: str, seeded: bool) -> None:
+def check_distribution(name: str, policy: str, draft: str, seeded: bool, count: int = NUM_REQUESTS) -> None:
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **PARAMS[name])
-    counts = sample_outputs(DRAFTS[draft], policy, params, seeded, NUM_REQUESTS)
+    counts = sample_outputs(DRAFTS[draft], policy, params, seeded, count)
     assert p_value(enumerate_outputs(params), counts) > TOO_UNLIKELY
+
+
+EXAMPLES = {entry.name: entry.example for entry in (*POLICIES.values(), *STAGES.values()) if entry.lossless}
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"off"}))
+def test_distribution_of_every_policy_and_stage(name: str) -> None:
+    check_distribution("plain", EXAMPLES[name], "close", seeded=False, count=NUM_REQUESTS // 2)
 
 
 @pytest.mark.parametrize("draft", ["close", "far", "ngram"])

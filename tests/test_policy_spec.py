@@ -77,9 +77,9 @@ def test_every_call_makes_fresh_state() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", "a policy is missing; known are off, static, dsde"),
-        ("dsd", "unknown policy 'dsd'; known are off, static, dsde"),
-        ("DSDE", "unknown policy 'DSDE'; known are off, static, dsde"),
+        ("", "a policy is missing; known are " + ", ".join(POLICIES)),
+        ("dsd", "unknown policy 'dsd'; known are " + ", ".join(POLICIES)),
+        ("DSDE", "unknown policy 'DSDE'; known are " + ", ".join(POLICIES)),
         ("static", "policy 'static': the length is missing; write it as in static:4"),
         ("static:", "policy 'static:': the length is missing; write it as in static:4"),
         ("static:x", "policy 'static:x': length must be a whole number from 0 to 128, not 'x'"),
@@ -99,8 +99,8 @@ def test_every_call_makes_fresh_state() -> None:
             "policy 'dsde:window=3': unknown option 'window'; allowed are preset, min, max, initial, warmup, cap",
         ),
         ("dsde:max=9,", "policy 'dsde:max=9,': unknown option ''; allowed are preset, min, max, initial, warmup, cap"),
-        ("static:4|", "a stage is missing; known are meancap"),
-        ("static:4|mean", "unknown stage 'mean'; known are meancap"),
+        ("static:4|", "a stage is missing; known are " + ", ".join(STAGES)),
+        ("static:4|mean", "unknown stage 'mean'; known are " + ", ".join(STAGES)),
         (
             "static:4|meancap:down",
             "stage 'meancap:down': rounding must be one of nearest, ceil, not 'down'",

@@ -108,6 +108,27 @@ def generate(
 
 
 @app.command()
+def simulate(
+    policies: Annotated[
+        str, typer.Option(help="Policies to compare, between commas; see `dsde policies`.")
+    ] = "off,static:4,dsde",
+    batch_size: Annotated[str, typer.Option(help='Batch sizes between commas; "all": all requests at once.')] = "1,16",
+    stream: Annotated[
+        str, typer.Option(help="iid:RATE, phases, mixed:RATE,RATE, or a FILE of recorded requests.")
+    ] = "phases",
+    cost: Annotated[str, typer.Option(help="memory-bound, compute-bound, or JSON.")] = "memory-bound",
+    requests: Annotated[int, typer.Option(help="Requests to finish.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Most tokens of a request.")] = 256,
+    seed: Annotated[int, typer.Option(help="Requests depend on this number alone.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
+) -> None:
+    """Compare policies without models: drawn or recorded requests, in virtual time."""
+    from dsde.cli.simulate import Setting, run_simulate
+
+    run_simulate(Setting(policies, batch_size, stream, cost, requests, tokens, seed), out)
+
+
+@app.command()
 def policies() -> None:
     """List who can choose the speculation length, and whether the output stays exactly the target's."""
     from dsde.cli.lists import show_policies

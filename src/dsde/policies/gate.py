@@ -87,13 +87,15 @@ class _Load:
     num_waited: int = 0
     """steps since plain decoding should have been measured"""
 
-    def add(self, saved: float) -> None:
+    def add(self, saved: float, usual_noise: float) -> None:
         self.short.add(saved)
         self.long.add(saved)
         # The short one: over the long one a change of level would pass for noise. While off it holds one probe only.
         evidence = self.short if self.is_on else self.long
-        if evidence.num >= LEAST_EVIDENCE and (self.is_on or self.noise is None):
-            self.noise = evidence.variance
+        num = evidence.num
+        if num >= LEAST_EVIDENCE and (self.is_on or self.noise is None):
+            # A few steps may agree by chance, as when all were rejected; as many usual ones temper them.
+            self.noise = (num * evidence.variance + LEAST_EVIDENCE * usual_noise) / (num + LEAST_EVIDENCE)
 
     def decide(self) -> None:
         """On or off, if the evidence is clear; a change begins with no evidence but the noise."""
@@ -186,7 +188,9 @@ class OnOffGate(Stage):
             return
         saved = (plain_s - (spent_s - excused_s)) / further_s
         self._gain += (plain_s / max(spent_s - excused_s, 1e-9) - self._gain) / HORIZONS[0]
-        load.add(saved)
+        # As if a sequence had each number of its tokens accepted equally often, and no two were alike.
+        usual_noise = float(outcome.drafted.max()) ** 2 / 12 / max(int((outcome.drafted > 0).sum()), 1)
+        load.add(saved, usual_noise)
         load.decide()
 
     def _load(self, batch_size: int) -> _Load:

@@ -11,13 +11,22 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from dsde.core.errors import InvalidInput
+from dsde.policies.adaedl import AdaEDL
+from dsde.policies.banditspec import EXP3Spec, UCBSpec
 from dsde.policies.base import Policy, Stage
+from dsde.policies.batchtable import EXAMPLE, BatchTable
+from dsde.policies.confidence import Confidence
+from dsde.policies.ddd import DDD
 from dsde.policies.dsde import DSDE
+from dsde.policies.gammatune import GammaTune
+from dsde.policies.heuristic import Heuristic
 from dsde.policies.limits import check_choice
+from dsde.policies.margin import Margin
 from dsde.policies.meancap import MeanCap
 from dsde.policies.off import Off
 from dsde.policies.rounding import Rounding
 from dsde.policies.static import Static
+from dsde.policies.svip import SVIP
 
 Options = Mapping[str, str]
 T = TypeVar("T", Policy, Stage)
@@ -67,7 +76,7 @@ def _name(part: str) -> str:
 
 def _parse_options(text: str, names: tuple[str, ...]) -> dict[str, str]:
     options: dict[str, str] = {}
-    for index, item in enumerate(text.split(",") if text.strip() else []):
+    for index, item in enumerate(_split_options(text) if text.strip() else []):
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals and index == 0 and names:
             key, value = names[0], key
@@ -78,6 +87,35 @@ def _parse_options(text: str, names: tuple[str, ...]) -> dict[str, str]:
             raise InvalidInput(f"{key} is given twice")
         options[key] = value
     return options
+
+
+def _split_options(text: str) -> list[str]:
+    """At commas, but not within brackets: a table or a list of lengths is one value."""
+    items, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth <= 0:
+            items.append("")
+        else:
+            items[-1] += letter
+    return items
+
+
+def _floats(options: Options, *names: str) -> dict[str, Any]:
+    """Like `_numbers`, for real numbers."""
+    return {name: _float_or_text(options[name]) for name in names if name in options}
+
+
+def _float_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _words(options: Options, *names: str) -> dict[str, Any]:
+    """Those of the named options that were given, as they are."""
+    return {name: options[name] for name in names if name in options}
 
 
 def _numbers(options: Options, *names: str) -> dict[str, Any]:
@@ -105,6 +143,49 @@ def _make_dsde(options: Options) -> Policy:
     return policy if cap == "off" else policy | MeanCap(policy.preset.rounding)
 
 
+def _make_heuristic(options: Options) -> Policy:
+    return Heuristic(**_numbers(options, "initial", "max"), **_words(options, "schedule"))
+
+
+def _make_gammatune(options: Options) -> Policy:
+    return GammaTune(**_numbers(options, "initial", "delta", "min", "max"), **_floats(options, "eta"))
+
+
+def _make_ucbspec(options: Options) -> Policy:
+    return UCBSpec(**_words(options, "lengths", "reward"), **_floats(options, "delta", "exploration", "discount"))
+
+
+def _make_exp3spec(options: Options) -> Policy:
+    return EXP3Spec(**_words(options, "lengths", "reward"), **_numbers(options, "seed"))
+
+
+def _make_batchtable(options: Options) -> Policy:
+    if "table" not in options:
+        raise InvalidInput(f"the table is missing; write it as in batchtable:{EXAMPLE}")
+    return BatchTable(options["table"], **_numbers(options, "max"))
+
+
+def _make_svip(options: Options) -> Policy:
+    return SVIP(**_floats(options, "h", "c"), **_numbers(options, "max"))
+
+
+def _make_adaedl(options: Options) -> Policy:
+    reals = ("gamma", "threshold", "alpha", "epsilon", "beta1", "beta2")
+    return AdaEDL(**_floats(options, *reals), **_numbers(options, "max"))
+
+
+def _make_confidence(options: Options) -> Policy:
+    return Confidence(**_floats(options, "threshold"), **_numbers(options, "max"))
+
+
+def _make_ddd(options: Options) -> Policy:
+    return DDD(**_floats(options, "tau"), **_numbers(options, "max"))
+
+
+def _make_margin(options: Options) -> Policy:
+    return Margin(**_floats(options, "least"), **_numbers(options, "max"))
+
+
 def _make_meancap(options: Options) -> Stage:
     return MeanCap(cast(Rounding, options.get("rounding", "nearest")))
 
@@ -120,6 +201,76 @@ POLICIES: dict[str, Entry[Policy]] = {
             _make_dsde,
             ("preset", "min", "max", "initial", "warmup", "cap"),
             "dsde:release,max=10",
+        ),
+        Entry[Policy](
+            "heuristic",
+            "two tokens more after a draft was accepted whole, else one fewer (Hugging Face transformers)",
+            _make_heuristic,
+            ("initial", "max", "schedule"),
+            "heuristic:5,max=20",
+        ),
+        Entry[Policy](
+            "gammatune",
+            "moving average of accepted tokens, with jumps after success (arXiv 2504.00030; reconstruction)",
+            _make_gammatune,
+            ("initial", "eta", "delta", "min", "max"),
+            "gammatune:4,eta=0.3,max=10",
+        ),
+        Entry[Policy](
+            "ucbspec",
+            "BanditSpec: the length whose upper confidence bound is highest, one for the batch (arXiv 2505.15141)",
+            _make_ucbspec,
+            ("lengths", "reward", "delta", "exploration", "discount"),
+            "ucbspec:[0,2,4,8],reward=rate",
+        ),
+        Entry[Policy](
+            "exp3spec",
+            "BanditSpec: a length drawn by its past losses, one for the batch (arXiv 2505.15141)",
+            _make_exp3spec,
+            ("lengths", "reward", "seed"),
+            "exp3spec:[0,2,4,8],seed=1",
+        ),
+        Entry[Policy](
+            "batchtable",
+            "one length by batch size from a table, as vLLM's num_speculative_tokens_per_batch_size",
+            _make_batchtable,
+            ("table", "max"),
+            f"batchtable:{EXAMPLE}",
+        ),
+        Entry[Policy](
+            "svip",
+            "stops behind a token of high entropy (arXiv 2411.18462)",
+            _make_svip,
+            ("h", "c", "max"),
+            "svip:0.3,c=0.15",
+        ),
+        Entry[Policy](
+            "adaedl",
+            "stops before a token of high entropy, by an adaptive threshold (arXiv 2410.18351; reconstruction)",
+            _make_adaedl,
+            ("gamma", "max", "threshold", "alpha", "epsilon", "beta1", "beta2"),
+            "adaedl:gamma=0.2",
+        ),
+        Entry[Policy](
+            "confidence",
+            "stops behind an unlikely token, by a threshold learnt from what stood (arXiv 2405.04304, Hugging Face)",
+            _make_confidence,
+            ("threshold", "max"),
+            "confidence:0.4",
+        ),
+        Entry[Policy](
+            "ddd",
+            "stops when the whole draft has become unlikely, in chain form (arXiv 2409.00142; reconstruction)",
+            _make_ddd,
+            ("tau", "max"),
+            "ddd:-0.6",
+        ),
+        Entry[Policy](
+            "margin",
+            "stops before a token with a close rival (an arm of TapOut, arXiv 2511.02017; reconstruction)",
+            _make_margin,
+            ("least", "max"),
+            "margin:0.2",
         ),
     )
 }

@@ -235,7 +235,7 @@ class CostModel:
             return 0.0, 0.0
         passes = max(outcome.num_draft_passes, int(outcome.drafted.max(initial=0)))
         if passes == 0 or num_drafted == 0:  # the draft read, and nobody was ready to draft
-            return 0.0, outcome.draft_s
+            return 0.0, limit(outcome.draft_s, self._usual_catch_up_s(outcome.slots))
         batch_size = max(num_drafted / passes, 1.0)
         self._sequences.cover(outcome.slots)
         behind = self._sequences.num_behind[outcome.slots[outcome.drafted > 0]]
@@ -247,7 +247,11 @@ class CostModel:
         draft_s = min(outcome.draft_s, passes * float(self.draft_s(batch_size)))
         if behind.min() >= 0 and self._draft.num_measured:
             self._catch_up.observe(int(behind.sum()), outcome.draft_s - draft_s)
-        return draft_s, outcome.draft_s - draft_s
+        return draft_s, limit(outcome.draft_s - draft_s, self._usual_catch_up_s(outcome.slots))
+
+    def _usual_catch_up_s(self, slots: IntArray) -> float:
+        """Something to compare with: the prompts of new sequences are not known, and count as one pass."""
+        return float(self.catch_up_s(self.num_behind(slots)) + self.draft_s(max(slots.size, 1)))
 
     def _follow(self, outcome: Outcome) -> None:
         self._sequences.cover(outcome.slots)

@@ -25,13 +25,9 @@ LEAST_EVIDENCE = 5
 LEAST_PROBE = 4
 """steps before a verdict for it"""
 NUM_PLAIN = 2
-"""steps of plain decoding that a load must have seen before anything is compared there"""
-NUM_LENT = 2
-"""such steps made before any time has been set aside for them"""
+"""steps of plain decoding measured before anything is compared; so many are made at once at every new load"""
 LONGEST_UNSEEN = 2000
 """steps after which plain decoding is measured again"""
-LONGEST_WAIT = 64
-"""steps in which prompts are read all the time, until plain decoding is measured among them or taken from the model"""
 
 
 @dataclass(slots=True)
@@ -84,8 +80,11 @@ class _Load:
     long: _Evidence = field(default_factory=lambda: _Evidence(HORIZONS[1]))
     noise: float | None = None
     """variance of what one step saves"""
-    num_waited: int = 0
-    """steps since plain decoding should have been measured"""
+    saved_up_s: float = 0.0
+    """seconds that may be lost to looking at the alternative"""
+    num_lent: int = 0
+    gain: float = 1.0
+    """tokens per second with speculation over without, fading mean"""
 
     def add(self, saved: float, usual_noise: float) -> None:
         self.short.add(saved)
@@ -132,13 +131,8 @@ class OnOffGate(Stage):
     def __init__(self, cost: CostModel | None = None) -> None:
         self.cost = cost or CostModel()
         self._loads: dict[int, _Load] = {}
-        self._saved_up_s = 0.0
-        """seconds that may be lost to looking"""
-        self._num_lent = 0
         self._was_speculating = False
-        self._gain = 1.0
-        """tokens per second with speculation over without, fading mean at whatever load"""
-        self._is_probing = False
+        """whether the step before drafted"""
 
     @property
     def is_on(self) -> bool:
@@ -163,12 +157,12 @@ class OnOffGate(Stage):
             return
         load = self._load(num_decoding)
         spent_s = step.draft_s + step.catch_up_s + step.verify_s
-        self._saved_up_s += PROBE_SHARE * spent_s
+        load.saved_up_s += PROBE_SHARE * spent_s
         speculated = bool(outcome.drafted.any())
         if speculated:
             self._judge(load, outcome, spent_s, 0.0 if self._was_speculating else step.catch_up_s)
         elif load.is_on and self._was_speculating:
-            self._saved_up_s -= max(step.verify_s * (1 - 1 / max(self._gain, 1.0)), 0.0)
+            load.saved_up_s -= _loss(load.gain) * step.verify_s
         self._was_speculating = speculated
 
     def forget(self, slots: IntArray) -> None:
@@ -183,11 +177,11 @@ class OnOffGate(Stage):
         # Plain decoding would have read the prompts once, however many steps it took.
         plain_s = first_s + float(outcome.accepted.sum()) / num_decoding * further_s
         if not load.is_on:
-            self._saved_up_s += plain_s - spent_s
-        if not self._is_comparable(load, num_decoding):
+            load.saved_up_s += plain_s - spent_s
+        if self.cost.num_verified(num_decoding) < NUM_PLAIN:
             return
         saved = (plain_s - (spent_s - excused_s)) / further_s
-        self._gain += (plain_s / max(spent_s - excused_s, 1e-9) - self._gain) / HORIZONS[0]
+        load.gain += (plain_s / (spent_s - excused_s) - load.gain) / HORIZONS[0]
         # As if a sequence had each number of its tokens accepted equally often, and no two were alike.
         usual_noise = float(outcome.drafted.max()) ** 2 / 12 / max(int((outcome.drafted > 0).sum()), 1)
         load.add(saved, usual_noise)
@@ -200,36 +194,34 @@ class OnOffGate(Stage):
             self._loads[bucket] = _Load(is_on=not smaller or self._loads[max(smaller)].is_on)
         return self._loads[bucket]
 
-    def _is_comparable(self, load: _Load, num_decoding: int) -> bool:
-        return self.cost.num_verified(num_decoding) >= NUM_PLAIN or load.num_waited > LONGEST_WAIT
-
     def _measures_plain(self, load: _Load, batch: BatchView) -> bool:
         """Whether this step, of a batch that speculates, goes without to see what that costs."""
         num_decoding = max(batch.num_decoding, batch.slots.size)
         if self.cost.num_verified(num_decoding) >= NUM_PLAIN and self.cost.age(num_decoding) < LONGEST_UNSEEN:
-            load.num_waited = 0
             return False
-        load.num_waited += 1
-        if not self._was_speculating or (batch.num_prompt_tokens and load.num_waited < LONGEST_WAIT):
+        if not self._was_speculating or batch.num_prompt_tokens:
             return False
-        price_s = float(self.cost.verify_s(num_decoding)) * (1 - 1 / max(self._gain, 1.0))
-        if self._num_lent < NUM_LENT:
-            self._num_lent += 1
+        if load.num_lent < NUM_PLAIN:
+            load.num_lent += 1
             return True
-        return self._saved_up_s > price_s
+        return load.saved_up_s > _loss(load.gain) * float(self.cost.verify_s(num_decoding))
 
     def _probes(self, load: _Load, plan: Plan, batch: BatchView) -> bool:
         """Whether this step, of a batch that does not speculate, does so to see whether it would pay."""
-        if self._is_probing and self._was_speculating and self._saved_up_s > 0 and load.short.mean > 0:
+        if self._was_speculating and load.saved_up_s > 0 and load.short.mean > 0:
             return True
-        num_decoding = max(batch.num_decoding, batch.slots.size)
-        base = num_decoding + batch.num_prompt_tokens
+        base = max(batch.num_decoding, batch.slots.size) + batch.num_prompt_tokens
         num_drafted, num_passes = int(plan.lengths.sum()), int(plan.lengths.max())
         plain_s, verify_s = self.cost.verify_s([base, base + num_drafted]).tolist()
         draft_s = num_passes * float(self.cost.draft_s(max(num_drafted / num_passes, 1.0)))
         price_s = draft_s + float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) + verify_s - plain_s
-        self._is_probing = self._saved_up_s > price_s
-        self._saved_up_s = min(self._saved_up_s, 2 * price_s)
-        if self._is_probing:
-            load.short.clear()
-        return self._is_probing
+        load.saved_up_s = min(load.saved_up_s, 2 * price_s)
+        if load.saved_up_s < price_s:
+            return False
+        load.short.clear()
+        return True
+
+
+def _loss(gain: float) -> float:
+    """Part of a plain step that is lost where speculation gains so much."""
+    return max(1 - 1 / gain, 0.0)

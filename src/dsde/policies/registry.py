@@ -27,6 +27,7 @@ from dsde.policies.off import Off
 from dsde.policies.rounding import Rounding
 from dsde.policies.static import Static
 from dsde.policies.svip import SVIP
+from dsde.policies.tapout import TapOut
 
 Options = Mapping[str, str]
 T = TypeVar("T", Policy, Stage)
@@ -47,7 +48,7 @@ class Entry(Generic[T]):
 
 def make_policy(spec: str) -> Policy:
     """The policy that `spec` names, with fresh state. Raises InvalidInput, naming the part that is wrong."""
-    first, *rest = (part.strip() for part in spec.split("|"))
+    first, *rest = (part.strip() for part in _split(spec, "|"))
     policy = _build(first, POLICIES, "policy", "stage" if _name(first) in STAGES else None)
     for part in rest:
         policy = policy | _build(part, STAGES, "stage", "policy" if _name(part) in POLICIES else None)
@@ -76,10 +77,10 @@ def _name(part: str) -> str:
 
 def _parse_options(text: str, names: tuple[str, ...]) -> dict[str, str]:
     options: dict[str, str] = {}
-    for index, item in enumerate(_split_options(text) if text.strip() else []):
+    for index, item in enumerate(_split(text, ",") if text.strip() else []):
         key, equals, value = (piece.strip() for piece in item.partition("="))
-        if not equals and index == 0 and names:
-            key, value = names[0], key
+        if index == 0 and names and (not equals or key.startswith("[")):
+            key, value = names[0], item.strip()
         if key not in names:
             allowed = f"allowed are {', '.join(names)}" if names else "it takes none"
             raise InvalidInput(f"unknown option {key!r}; {allowed}")
@@ -89,12 +90,12 @@ def _parse_options(text: str, names: tuple[str, ...]) -> dict[str, str]:
     return options
 
 
-def _split_options(text: str) -> list[str]:
-    """At commas, but not within brackets: a table or a list of lengths is one value."""
+def _split(text: str, separator: str) -> list[str]:
+    """Not within brackets: a table, or a list of lengths or policies, is one value."""
     items, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth <= 0:
+        if letter == separator and depth <= 0:
             items.append("")
         else:
             items[-1] += letter
@@ -186,6 +187,18 @@ def _make_margin(options: Options) -> Policy:
     return Margin(**_floats(options, "least"), **_numbers(options, "max"))
 
 
+def _make_tapout(options: Options) -> Policy:
+    text = options.get("policies", "[svip,adaedl,confidence,margin]")
+    if not (text.startswith("[") and text.endswith("]")):
+        raise InvalidInput(f"policies must be a list as in [svip,adaedl,static:4], not {text!r}")
+    # At semicolons where there are any, for policies whose own options need the commas.
+    names = [name.strip() for name in _split(text[1:-1], ";" if ";" in text else ",")]
+    arms = [(name, make_policy(name)) for name in names]
+    return TapOut(
+        arms, **_words(options, "method", "reward"), **_floats(options, "discount"), **_numbers(options, "seed")
+    )
+
+
 def _make_meancap(options: Options) -> Stage:
     return MeanCap(cast(Rounding, options.get("rounding", "nearest")))
 
@@ -271,6 +284,13 @@ POLICIES: dict[str, Entry[Policy]] = {
             _make_margin,
             ("least", "max"),
             "margin:0.2",
+        ),
+        Entry[Policy](
+            "tapout",
+            "a bandit over any policies and stops, one for the batch and step (arXiv 2511.02017; reconstruction)",
+            _make_tapout,
+            ("policies", "method", "reward", "discount", "seed"),
+            "tapout:[svip,adaedl,static:4],method=thompson",
         ),
     )
 }

@@ -1,9 +1,9 @@
-"""Whether a device has kernels of our own. Knows nothing of what they compute."""
+"""Whether a device has kernels of our own, and how to be on it. Knows nothing of what they compute."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -12,14 +12,29 @@ _OLDEST = (8, 0)
 """Compute capability: bfloat16 products and asynchronous copies begin with it."""
 
 
-@cache
 def has_kernels(device: torch.device) -> bool:
-    """Triton kernels run on CUDA devices, and anywhere in Triton's interpreter, which is slow and meant for tests."""
+    return device.type == "cuda" and not why_no_kernels(device)
+
+
+@cache
+def why_no_kernels(device: torch.device) -> str:
+    """One sentence for a CUDA device that has none; empty if it has."""
+    if torch.version.cuda is None:
+        return "The kernels are for NVIDIA GPUs, and this torch was built for others."
     if importlib.util.find_spec("triton") is None:
-        return False
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= _OLDEST
-    return os.environ.get("TRITON_INTERPRET") == "1"
+        return "The kernels need Triton, which is not installed."
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        return f"The kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has {capability}."
+    return ""
+
+
+def device_context(device: torch.device) -> AbstractContextManager[None]:
+    """Within it, this device is the thread's current one."""
+    if device.type != "cuda":
+        return nullcontext()
+    context: AbstractContextManager[None] = torch.cuda.device(device)
+    return context
 
 
 @cache

@@ -15,9 +15,13 @@ _FIRST_CAPABILITY = (9, 0)
 """Hopper is the first architecture with grid dependency control."""
 
 
-@functools.cache
 def programmatic_launch() -> bool:
     """Whether kernels on the current device are launched before their predecessors are done."""
     if triton.knobs.runtime.interpret or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability() >= _FIRST_CAPABILITY
+    return _has_dependency_control(torch.cuda.current_device())
+
+
+@functools.cache
+def _has_dependency_control(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY

@@ -18,9 +18,10 @@ from dsde.core.sequence import Sequence
 from dsde.device.staging import Sheet
 from dsde.drafting.kernels import NUM_REREAD, advance
 from dsde.drafting.model import DraftShare, ModelDrafter
-from dsde.drafting.sequence_table import DRAW_FIELDS, Mode, SequenceTable, draw_sizes
+from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
+from dsde.sampling.draw_mode import DrawMode
 from dsde.sampling.kernels import DraftStore, Draws, sample_drafts
 
 IntArray = NDArray[np.int64]
@@ -45,10 +46,6 @@ class DeviceProposals:
     def nothing(num_sequences: int) -> DeviceProposals:
         return DeviceProposals(np.zeros(num_sequences, dtype=np.int64), np.empty((num_sequences, 0), dtype=np.int64))
 
-    @property
-    def num_drafted(self) -> int:
-        return int(self.lengths.sum())
-
 
 @dataclass(slots=True)
 class Drafts:
@@ -58,18 +55,22 @@ class Drafts:
     dtype: torch.dtype
     tokens: torch.Tensor
     """[most drafted tokens of a step] never moves"""
-    store: DraftStore = field(init=False)
+    store: DraftStore | None = field(init=False, default=None)
+    """None: there was no memory for it"""
 
     def __post_init__(self) -> None:
         self._allocate(_FIRST_STORE_ROWS)
 
-    def make_room(self, num_rows: int) -> bool:
-        """Whether the store had to move."""
-        capacity = self.store.logits.shape[0]
-        if num_rows <= capacity:
-            return False
-        self._allocate(max(num_rows, 2 * capacity))
-        return True
+    @property
+    def capacity(self) -> int:
+        return self.store.logits.shape[0] if self.store is not None else 0
+
+    def make_room(self, num_rows: int) -> None:
+        """Move the store to where there is room for that many rows; whatever it held is lost."""
+        capacity = max(num_rows, 2 * self.capacity)
+        # The old one goes first: both at once would need half as much again.
+        self.store = None
+        self._allocate(capacity)
 
     def _allocate(self, capacity: int) -> None:
         self.store = DraftStore.allocate(capacity, self.vocab_size, self.dtype, self.tokens.device)
@@ -176,20 +177,26 @@ class DeviceDrafter:
         """The next step will not follow on the last one."""
         self._ahead = {}
 
-    def make_room(self, num_drafted: int, num_seqs: int) -> bool:
-        """Before a step whose drafts may be so many: graphs point to where they are kept. Whether they moved."""
+    def needs_room(self, num_drafted: int, num_seqs: int) -> bool:
+        """Whether the store must move before a step with so many drafts."""
         # First tokens drawn ahead lie before the others, also those of sequences that have ended.
-        moved = self.drafts.make_room(num_drafted + max(num_seqs, len(self._ahead)))
-        if moved:
-            self.forget_ahead()
+        return self.drafts.capacity < num_drafted + max(num_seqs, len(self._ahead))
+
+    def make_room(self, num_drafted: int, num_seqs: int) -> None:
+        """Before a step whose drafts may be so many: graphs point to where they are kept."""
         is_short = self._logits.shape[0] < num_seqs
+        moves = self.needs_room(num_drafted, num_seqs)
+        if moves or is_short:
+            # Before anything moves: should there be no memory for it, no graph may point to where it was.
+            self.passes.forget()
+        if moves:
+            self.forget_ahead()
+            self.drafts.make_room(num_drafted + num_seqs)
         if is_short:
             # Shared by all graphs, which never run at the same time: a copy for each would be gigabytes.
             size = (power_of_2(num_seqs), self.model.config.vocab_size)
+            self._logits = torch.empty(0)
             self._logits = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
-        if moved or is_short:
-            self.passes.forget()
-        return moved
 
     def _take_ahead(self, sequences: list[Sequence], lengths: IntArray) -> IntArray:
         """[sequences] store rows of first tokens that are there already; -1: none."""
@@ -226,7 +233,7 @@ class DeviceDrafter:
                 host["tokens"][place : place + chunk] = sequence.tokens[start : start + chunk]
             host["logit_rows"][: len(chunks)] = rows.starts + chunks - 1
         if num_drafting < len(chunks):
-            host["modes"][num_drafting:] = Mode.PADDING
+            host["modes"][num_drafting:] = DrawMode.PADDING
             sheet.written.pop("draws")
         return entry, sheet
 
@@ -271,6 +278,7 @@ class DeviceDrafter:
         hidden = self.model.read(entry.batch, self.host.cache)
         logits = self.model.logits(hidden, entry.batch.logit_rows, out=self._logits[: shape.num_rows])
         draws, store = draws_of(arrays), self.drafts.store
+        assert store is not None
         sample_drafts(logits, draws, arrays["depth"], arrays["first_row"], store, *variant)
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from dsde.device.launch import programmatic_launch
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
 from dsde.models.batch import BLOCK_SIZE
+from dsde.sampling.kernels import MATCH
 
 NUM_REREAD = 2
 """Tokens that every sequence reads: the newest, and the one before it, which is new as well where all drafts stood."""
@@ -96,7 +97,7 @@ def _step_on_kernel(
         tl.store(positions + sequence, position)
         tl.store(slots + sequence, block * BLOCK + position % BLOCK)
         tl.store(contexts + sequence, position + 1)
-        steps = tl.where(tl.load(modes + sequence) == 2, 1, SPACING)
+        steps = tl.where(tl.load(modes + sequence) == MATCH, 1, SPACING)
         tl.store(counters + sequence, tl.load(counters + sequence) + steps)
 
 
@@ -142,6 +143,6 @@ def _advance_kernel(
     tl.store(slots + 2 * sequence + newest, block * BLOCK + position % BLOCK)
     tl.store(contexts + sequence, context)
     # A seeded sequence's noise belongs to the position, which only now is known.
-    is_seeded = tl.load(modes + sequence) == 2
+    is_seeded = tl.load(modes + sequence) == MATCH
     counter = tl.load(counters + sequence)
     tl.store(counters + sequence, tl.where(is_seeded, counter + accepted + 1, counter))

@@ -5,8 +5,6 @@ Mirrors block tables and sampling parameters; the sequences stay the truth. Know
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +12,7 @@ from dsde.core.params import LONGEST_DRAFT
 from dsde.core.sequence import Sequence
 from dsde.device.staging import Sheet
 from dsde.models.batch import BLOCK_SIZE
+from dsde.sampling.draw_mode import DrawMode
 
 IntArray = NDArray[np.int64]
 
@@ -24,15 +23,6 @@ COUNTERS_PER_STEP = 2 * LONGEST_DRAFT
 """Random numbers of one step's depths must not be those of another's."""
 
 _PRIVATE = ("_min_lens", "_generations")
-
-
-class Mode(IntEnum):
-    """How a sequence's tokens are drawn and judged."""
-
-    PADDING = -1
-    GREEDY = 0
-    RATIO = 1
-    MATCH = 2
 
 
 class SequenceTable:
@@ -99,7 +89,7 @@ class SequenceTable:
             return
         host["seeds"][: 2 * count] = self.seeds[slots].ravel()
         host["modes"][:count] = self.modes[slots]
-        host["modes"][count:] = Mode.PADDING
+        host["modes"][count:] = DrawMode.PADDING
         for name in ("inv_temperatures", "top_ks", "top_ps", "min_ps"):
             host[name][:count] = getattr(self, name)[slots]
 
@@ -128,7 +118,7 @@ class SequenceTable:
         self.edits[slot] = bool(params.logit_bias) or params.has_penalties
         self._min_lens[slot] = sequence.num_prompt_tokens + params.min_tokens if params.min_tokens else 0
         self.seeds[slot] = np.array([sequence.stream], dtype=np.uint64).view(np.int32)
-        self.modes[slot] = Mode.GREEDY if params.greedy else Mode.MATCH if sequence.coupled else Mode.RATIO
+        self.modes[slot] = DrawMode.GREEDY if params.greedy else DrawMode.MATCH if sequence.coupled else DrawMode.RATIO
         self.inv_temperatures[slot] = 1.0 if params.greedy else 1.0 / params.temperature
         self.top_ks[slot] = max(params.top_k, 0)
         self.top_ps[slot] = params.top_p

@@ -15,10 +15,10 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dsde.core.errors import DsdeError
+from dsde.core.errors import DsdeError, OutOfMemory
 from dsde.core.outputs import RequestOutput, StreamChunk
 from dsde.core.params import SamplingParams
-from dsde.engine.engine import Engine
+from dsde.engine.engine import Engine, StepOutput
 
 Event = StreamChunk | RequestOutput | BaseException
 
@@ -93,7 +93,10 @@ class AsyncLLM:
         reason = EngineStopped("The engine has been shut down.")
         try:
             while self._take_jobs():
-                output = self.engine.step()
+                try:
+                    output = self.engine.step()
+                except OutOfMemory as error:  # once may be bad luck: graphs have been given back since
+                    output = self._step_again(error)
                 for chunk in output.chunks:
                     if caller := self._callers.get(chunk.request_id):
                         caller.tell(chunk)
@@ -106,6 +109,17 @@ class AsyncLLM:
         with self._gate:
             self._stopped = True
         self._end_all(reason)
+
+    def _step_again(self, shortage: OutOfMemory) -> StepOutput:
+        """A second attempt; if that fails as well, whoever is running is told, and the engine is ready for others."""
+        try:
+            return self.engine.step()
+        except OutOfMemory:
+            for name, caller in self._callers.items():
+                caller.tell(shortage)
+                self.engine.abort(name)
+            self._callers.clear()
+            return StepOutput()
 
     def _take_jobs(self) -> bool:
         """Do what callers asked for, waiting for it while there is nothing else to do; False at shutdown."""

@@ -28,7 +28,7 @@ from dsde.engine.clock import Clock, Moment, Timing
 from dsde.engine.executor import DraftWish, Flight, HostExecutor, Landing, judged_sequences
 from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
+from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, RaggedRows, power_of_2
 from dsde.verification import Verdict
 from dsde.verification.kernels import Findings, Judgement, judge
 
@@ -135,6 +135,15 @@ class DeviceExecutor:
         longest = flight.longest_context + 1
         return replace(flight, read=read, answer=answer, timing=timing, longest_context=longest, is_followed=False)
 
+    def recover(self) -> None:
+        # Graphs hold much memory, and what they point to may be gone.
+        self.passes.forget()
+        if self.drafter is not None:
+            self.drafter.passes.forget()
+        self.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def reset(self) -> None:
         self._forget()
         if self.device.type == "cuda":
@@ -156,8 +165,9 @@ class DeviceExecutor:
                 self.drafter.forget_ahead()
             return DeviceProposals.nothing(len(decodes)), None
         if self.drafter is not None:
-            if self.drafter.make_room(int(lengths.sum()), len(decodes)):
+            if self.drafter.needs_room(int(lengths.sum()), len(decodes)):
                 self.passes.forget()
+            self.drafter.make_room(int(lengths.sum()), len(decodes))
             return self.drafter.propose(decodes, slots, lengths, timing.begin), None
         proposals = drafter.propose(decodes, lengths)
         valid = np.arange(proposals.tokens.shape[1]) < proposals.lengths[:, None]
@@ -325,8 +335,10 @@ class DeviceExecutor:
     def _make_room(self, num_rows: int) -> None:
         # Shared by all graphs, which never run at the same time: a copy for each would be gigabytes.
         if self._logits.shape[0] < num_rows:
-            self._logits = self._logits.new_empty((max(num_rows, 2 * self._logits.shape[0]), self._logits.shape[1]))
             self.passes.forget()
+            size = (max(num_rows, min(2 * self._logits.shape[0], MOST_GRAPH_TOKENS)), self._logits.shape[1])
+            self._logits = self._logits[:0].clone()
+            self._logits = self._logits.new_empty(size)
 
 
 def _by_depth(rates: tuple[float, ...] | None, device: torch.device) -> torch.Tensor | None:

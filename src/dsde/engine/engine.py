@@ -7,8 +7,10 @@ who runs (scheduler), how far to draft (policy), what to propose (drafter), what
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -21,6 +23,7 @@ from dsde.core.outputs import FinishReason, Logprob, RequestOutput, StreamChunk
 from dsde.core.params import SamplingParams
 from dsde.core.sequence import Sequence, Status
 from dsde.device import backend
+from dsde.device.backend import device_context
 from dsde.drafting import Drafter
 from dsde.engine.block_pool import BlockPool
 from dsde.engine.config import EngineConfig
@@ -109,10 +112,14 @@ class Engine:
             may_share=lambda s: not requests[s.request_id].wants_prompt_logprobs,
         )
         self.planner = Planner(policy, self.scheduler, drafter is not None, self.metrics)
-        self.target = TargetRunner(target, num_blocks)
-        if drafter is not None:
-            drafter.allocate(num_blocks)
-        self.executor: Executor = _make_executor(self.target, drafter, sampler, config, max_model_len)
+        try:
+            with device_context(target.device):
+                self.target = TargetRunner(target, num_blocks)
+                if drafter is not None:
+                    drafter.allocate(num_blocks)
+                self.executor: Executor = _make_executor(self.target, drafter, sampler, config, max_model_len)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(describe_shortage(target.device, config)) from error
         if self.executor.is_asynchronous:
             self.planner.num_ahead = self.executor.num_ahead
             self.scheduler.num_spare = BLOCK_SIZE if self.planner.never_drafts else 0
@@ -171,7 +178,7 @@ class Engine:
             return self._report()
         began = time.perf_counter()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._on_device():
                 if not self._flights:
                     self._flights.append(self._launch())
                 self._unreported += self._land(self._flights[0])
@@ -183,13 +190,19 @@ class Engine:
                 output = self._report()
         except BaseException as error:
             # Interrupted, or out of memory: caches may hold less than the books say. Everybody starts again.
-            self._ground()
+            self._flights.clear()
             self.scheduler.restart()
+            with suppress(Exception):  # a device that has failed fails again, and the first error says why
+                self.executor.recover()
             if isinstance(error, torch.OutOfMemoryError):
                 raise OutOfMemory(describe_shortage(self.target.model.device, self.config)) from error
             raise
         self.metrics.step_s += time.perf_counter() - began
         return output
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Kernels go to a thread's current device, whatever their tensors lie on."""
+        return device_context(self.target.model.device)
 
     @property
     def _has_sequences(self) -> bool:
@@ -415,6 +428,8 @@ def _make_executor(
 ) -> Executor:
     host = HostExecutor(target, drafter, sampler, config.synthetic_acceptance)
     if not backend.has_kernels(target.model.device):
+        if target.model.device.type == "cuda":
+            warnings.warn(f"{backend.why_no_kernels(target.model.device)} Decoding will be slow.", stacklevel=3)
         return host
     from dsde.engine.device_executor import DeviceExecutor
 

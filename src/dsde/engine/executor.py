@@ -97,7 +97,10 @@ class Executor(Protocol):
         token, no drafts. None if that cannot be done."""
 
     def reset(self) -> None:
-        """Nothing is under way any more: the work is done, or an error ended it."""
+        """Nothing is under way any more: the work is done."""
+
+    def recover(self) -> None:
+        """The same after an error: nothing that was prepared can be trusted, and memory may be short."""
 
 
 def judged_sequences(work: Schedule) -> list[Sequence]:
@@ -155,4 +158,7 @@ class HostExecutor:
         return None
 
     def reset(self) -> None:
+        pass
+
+    def recover(self) -> None:
         pass

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakMethod
@@ -30,6 +32,20 @@ _IN_BLOCK = BLOCK_SIZE - 1
 
 MOST_GRAPH_TOKENS = 1024
 """Beyond it a pass computes longer than its launches take."""
+MOST_GRAPHS = 512
+"""of one model: enough for any traffic that lasts, and a bound to memory for one that never repeats itself"""
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection that happened to free another engine's graphs would break a capture."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 def _buckets() -> list[int]:
@@ -132,8 +148,10 @@ class PassRunner:
         # Weakly: its owner holds this runner, and a cycle would keep all memory until a garbage collection.
         self._body = WeakMethod(body)
         self.num_captured = 0
-        self._passes: dict[PassShape, Pass] = {}
+        self._passes: OrderedDict[PassShape, Pass] = OrderedDict()
+        """those used last at the end"""
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def body(self) -> Body:
@@ -190,6 +208,10 @@ class PassRunner:
             entry = self._make(shape, more)
             if shape.is_graph:
                 self._passes[shape] = entry
+                if len(self._passes) > MOST_GRAPHS:
+                    self._passes.popitem(last=False)
+        elif shape.is_graph:
+            self._passes.move_to_end(shape)
         sheet = entry.sheets.get(turn)
         if sheet is None:
             sheet = entry.sheets[turn] = Sheet.blank(entry.layout, pinned=self.device.type == "cuda")
@@ -287,22 +309,24 @@ class PassRunner:
 
     def _capture(self, entry: Pass) -> None:
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            # Always the same: memory of the pool is used again only on the stream it was first used on.
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Without the collection of garbage that torch.cuda.graph() begins with: it takes longer than the capture.
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            # A collection that happened to free another engine's graphs would break the capture.
-            was_collecting = gc.isenabled()
-            gc.disable()
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                entry.result = self.body(entry)
-            finally:
+            with _no_garbage_collection():
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    entry.result = self.body(entry)
+                except BaseException:
+                    with suppress(RuntimeError):  # the first error says why
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
-                if was_collecting:
-                    gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
         entry.graph = graph
         self.num_captured += 1

@@ -10,7 +10,6 @@ depends on them, so that a captured CUDA graph serves any batch of its size. Kno
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 import triton
@@ -19,6 +18,7 @@ from triton.language.extra import libdevice
 
 from dsde.core.rng import Purpose
 from dsde.device.launch import programmatic_launch
+from dsde.sampling.draw_mode import DrawMode
 
 CHUNK = 4096
 """Vocabulary entries per program: few enough that a handful of rows occupies a whole device."""
@@ -31,8 +31,8 @@ EMIT_NOISE = tl.constexpr(int(Purpose.EMIT))
 SHARED_NOISE = tl.constexpr(0)
 """Noise of a position rather than of a purpose: draft and target race with the same."""
 
-RATIO = tl.constexpr(1)
-MATCH = tl.constexpr(2)
+RATIO = tl.constexpr(int(DrawMode.RATIO))
+MATCH = tl.constexpr(int(DrawMode.MATCH))
 
 NUM_PARTIALS = 6
 """What a program finds in its chunk: peak, mass, energy, kept mass, winning score and its place."""
@@ -53,17 +53,6 @@ _HEAD = 16384
 """Candidates per row that the search for a threshold copies out; where there are more, it reads the row itself."""
 _REACH = tl.constexpr(14.0)
 """How far below the maximum, in tempered logits, top_k looks first: nearly always far enough for a small k."""
-
-
-class DrawMode(IntEnum):
-    """How a sequence's tokens are chosen and drafted ones judged."""
-
-    PADDING = -1
-    GREEDY = 0
-    RATIO = 1
-    """drawn with noise of its own for every purpose; judged by the ratio of probabilities"""
-    MATCH = 2
-    """drawn with noise that draft and target share; judged by equality with the target's own token"""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dsde.core.outputs import Logprob
 
 def top_logprobs(logits: torch.Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:
     """For every row the chosen token and the `count` most likely ones, the chosen one first."""
-    log_probs = torch.log_softmax(logits, -1)
+    log_probs = torch.log_softmax(logits.float(), -1)
     chosen_ids = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
     chosen = log_probs.gather(-1, chosen_ids)
     ranks = ((log_probs > chosen).sum(-1) + 1).tolist()

@@ -179,9 +179,9 @@ def choose_tile(num_rows: int, head_dim: int, dtype: torch.dtype, num_programs: 
     if num_rows <= MIN_ROWS:
         # Alone on a multiprocessor a program waits for its keys, and larger turns are fewer waits.
         return Tile(128 if num_programs < FEW_PROGRAMS and row_bytes <= 256 else num_keys, 4, 2)
-    if num_rows < 64:
-        return Tile(num_keys, 4, 3)
-    return Tile(num_keys, num_rows // 16, 3)
+    # Two turns ahead where rows are wide, or smaller GPUs have too little shared memory for it.
+    num_stages = 3 if row_bytes <= 256 else 2
+    return Tile(num_keys, 4 if num_rows < 64 else num_rows // 16, num_stages)
 
 
 def num_items_bound(num_tokens: int, num_seqs: int, queries_per_item: int) -> int:

@@ -1,0 +1,751 @@
+"""The cost model, the policies that use it, and the stages beside it, against rules written out one sequence at a time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsde.core.errors import InvalidInput
+from dsde.policies import BatchView, Off, Outcome, Plan, Policy, Static
+from dsde.policies.base import IntArray
+from dsde.policies.budgetcap import BudgetCap
+from dsde.policies.cost import CostModel
+from dsde.policies.gate import OnOffGate
+from dsde.policies.goodput import Goodput
+from dsde.policies.nightjar import Nightjar
+from dsde.policies.percentilecap import PercentileCap
+
+
+def batch_of(slots: list[int], rooms: list[int] | None = None, num_prompt_tokens: int = 0) -> BatchView:
+    return BatchView(
+        slots=np.array(slots, np.int64),
+        rooms=np.array(rooms if rooms is not None else [1000] * len(slots), np.int64),
+        temperatures=np.ones(len(slots)),
+        num_decoding=len(slots),
+        num_prompt_tokens=num_prompt_tokens,
+    )
+
+
+def outcome_of(
+    slots: list[int],
+    drafted: list[int],
+    accepted: list[int],
+    draft_s: float = 0.0,
+    verify_s: float = 0.0,
+    num_prompt_tokens: int = 0,
+) -> Outcome:
+    return Outcome(
+        slots=np.array(slots, np.int64),
+        drafted=np.array(drafted, np.int64),
+        accepted=np.array(accepted, np.int64),
+        klds=np.empty(0),
+        temperatures=np.ones(len(slots)),
+        draft_s=draft_s,
+        verify_s=verify_s,
+        num_decoding=len(slots),
+        num_prompt_tokens=num_prompt_tokens,
+        num_drafted=sum(drafted),
+        num_draft_passes=max(drafted, default=0),
+    )
+
+
+class Machine:
+    """Serves a fixed batch in virtual time: seconds by the given rules, with noise, catching up and rare hold-ups."""
+
+    def __init__(self, draft: Callable[[float], float], verify: Callable[[float], float], seed: int = 0) -> None:
+        self.draft, self.verify = draft, verify
+        self.rng = np.random.default_rng(seed)
+        self.behind = np.full(1024, 20)
+        self.seconds, self.num_emitted = 0.0, 0
+        self.drafts: list[bool] = []
+
+    def run(self, policy: Policy, batch_size: int, num_steps: int, rate: float, held_up: float = 0.002) -> float:
+        """Tokens per second, hold-ups left out."""
+        self.seconds, self.num_emitted, self.drafts = 0.0, 0, []
+        for _ in range(num_steps):
+            self.step(policy, batch_size, rate, held_up)
+        return self.num_emitted / self.seconds
+
+    def step(self, policy: Policy, batch_size: int, rate: float, held_up: float) -> None:
+        slots = np.arange(batch_size)
+        lengths = policy.plan(batch_of(slots.tolist())).lengths
+        longest = int(lengths.max())
+        stands = (self.rng.random((batch_size, longest)) < rate) & (np.arange(longest) < lengths[:, None])
+        accepted = np.cumprod(stands, axis=1).sum(axis=1) if longest else np.zeros(batch_size, np.int64)
+        draft_s = sum(self.draft(float((lengths > depth).sum())) for depth in range(longest))
+        if longest:
+            num_behind = int(self.behind[:batch_size].sum())
+            draft_s += self.draft(num_behind) if num_behind else 0.0
+            self.behind[:batch_size] = 0
+        else:
+            self.behind[:batch_size] += 1
+        verify_s = self.verify(float(batch_size + lengths.sum()))
+        draft_s, verify_s = (s * float(self.rng.lognormal(0, 0.03)) for s in (draft_s, verify_s))
+        self.seconds += draft_s + verify_s
+        self.num_emitted += batch_size + int(accepted.sum())
+        self.drafts.append(longest > 0)
+        if self.rng.random() < held_up:
+            verify_s *= 100
+        policy.observe(outcome_of(slots.tolist(), lengths.tolist(), accepted.tolist(), draft_s, verify_s))
+
+
+def memory_bound(seed: int = 0) -> Machine:
+    return Machine(lambda n: 1e-3 * max(1, n / 256), lambda n: 1e-2 * max(1, n / 256), seed)
+
+
+def compute_bound(seed: int = 0) -> Machine:
+    return Machine(lambda n: 1e-3 * (1 + 0.1 * n), lambda n: 7e-3 + 3e-3 * n, seed)
+
+
+def never_drafted(slots: list[int]) -> Outcome:
+    return outcome_of(slots, [1] * len(slots), [0] * len(slots), 1e-3, 0.0)
+
+
+# Cost model
+
+
+def test_the_prior_is_flat_then_linear_and_drafting_is_cheap() -> None:
+    cost = CostModel()
+    assert cost.verify_s([1, 16, 256]).tolist() == pytest.approx([0.01] * 3)
+    assert cost.verify_s([512, 2048]).tolist() == pytest.approx([0.02, 0.08])
+    assert cost.draft_s(16) == pytest.approx(0.001)
+    assert cost.catch_up_s([0, 4]).tolist() == pytest.approx([0.0, 0.001])
+    assert cost.verify_s(1 << 20) == pytest.approx(0.01 * (1 << 20) / 256)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 10), st.integers(0, 8)), max_size=60),
+    st.lists(st.integers(1, 300_000), min_size=2, max_size=20),
+)
+def test_more_tokens_never_cost_less(steps: list[tuple[int, float, int]], sizes: list[int]) -> None:
+    cost = CostModel()
+    for prompt, seconds, drafted in steps:
+        cost.observe(outcome_of([0], [drafted], [0], seconds, seconds, num_prompt_tokens=prompt))
+    sizes = sorted(sizes)
+    for seconds_at in (cost.verify_s, cost.draft_s, cost.catch_up_s):
+        values = seconds_at(np.array(sizes))
+        assert np.isfinite(values).all()
+        assert (values >= 0).all()
+        assert (np.diff(values) >= -1e-12).all()
+
+
+@pytest.mark.parametrize("knee", [1.0, 40.0, 256.0, 700.0])
+def test_it_learns_what_it_is_shown(knee: float) -> None:
+    rng = np.random.default_rng(0)
+    cost = CostModel()
+    for _ in range(3000):
+        tokens = int(2 ** rng.uniform(0, 11))
+        verify_s = 3e-4 * max(tokens, knee) / knee * rng.lognormal(0, 0.05)
+        cost.observe(outcome_of([0], [0], [0], 0.0, float(verify_s), num_prompt_tokens=tokens - 1))
+    tokens = np.array([1, 5, 30, 100, 400, 1500])
+    np.testing.assert_allclose(cost.verify_s(tokens), 3e-4 * np.maximum(tokens, knee) / knee, rtol=0.12)
+
+
+def test_one_size_fixes_the_level_and_guesses_are_on_the_cheap_side() -> None:
+    cost = CostModel()
+    for _ in range(10):
+        cost.observe(outcome_of([0], [0], [0], 0.0, 2.0, num_prompt_tokens=63))
+    assert cost.verify_s(64) == pytest.approx(2.0)
+    assert cost.verify_s(256) == pytest.approx(2.0)
+    assert cost.verify_s(512) == pytest.approx(4.0)
+    assert cost.verify_s(16) == pytest.approx(0.5)
+    assert cost.draft_s(64) == pytest.approx(0.2)  # a tenth of a verification, until one was measured
+
+
+def test_a_straight_line_from_two_sizes() -> None:
+    cost = CostModel()
+    for _ in range(5):
+        for tokens in (4, 64):
+            cost.observe(outcome_of([0], [0], [0], 0.0, 1.0 * tokens, num_prompt_tokens=tokens - 1))
+    assert cost.verify_s(16) == pytest.approx(16.0)
+    assert cost.verify_s(256) == pytest.approx(256.0)
+
+
+@pytest.mark.parametrize("excess", [0.2, 10, 1e6])
+def test_accidents_do_not_ruin_it(excess: float) -> None:
+    rng = np.random.default_rng(0)
+    cost = CostModel()
+    for step in range(400):
+        for tokens in (1, 8, 64):
+            accident = excess if step == 0 or rng.random() < 0.1 else 1.0
+            cost.observe(outcome_of([0], [0], [0], 0.0, 0.5 * accident, num_prompt_tokens=tokens - 1))
+    np.testing.assert_allclose(cost.verify_s([1, 8, 64]), 0.5)
+
+
+def test_a_first_step_that_compiled_is_put_right_by_the_second() -> None:
+    cost = CostModel()
+    for tokens in (1, 8):
+        for seconds in (60.0, 0.5):
+            cost.observe(outcome_of([0], [0], [0], 0.0, seconds, num_prompt_tokens=tokens - 1))
+    np.testing.assert_allclose(cost.verify_s([1, 8]), 0.5)
+    cost.observe(outcome_of([0], [0], [0], 0.0, 60.0, num_prompt_tokens=63))
+    assert cost.verify_s(64) < 1.0  # once does not count beside others
+
+
+def test_it_follows_a_change() -> None:
+    cost = CostModel()
+    for seconds in (0.1, 0.3):
+        for _ in range(40):
+            cost.observe(outcome_of([0], [0], [0], 0.0, seconds))
+        assert cost.verify_s(1) == pytest.approx(seconds)
+
+
+def test_a_size_not_seen_for_long_is_forgotten() -> None:
+    cost = CostModel()
+    for tokens, num in ((64, 10), (1, 5000)):
+        for _ in range(num):
+            cost.observe(outcome_of([0], [0], [0], 0.0, 1.0, num_prompt_tokens=tokens - 1))
+    assert cost.num_verified(64) == 10
+    assert cost.age(64) == 5000
+    cost.verify_s(1)
+    assert cost.num_verified(64) == 0
+
+
+def test_draft_passes_are_measured_per_pass_at_the_mean_batch() -> None:
+    cost = CostModel()
+    cost.observe(never_drafted([0, 1]))
+    for _ in range(5):
+        cost.observe(outcome_of([0, 1], [4, 2], [1, 1], 0.8, 1.0))  # 6 tokens in 4 passes
+    assert cost.draft_s(1.5) == pytest.approx(0.2, rel=0.1)
+
+
+def test_catching_up_is_told_from_drafting() -> None:
+    cost = CostModel()
+    cost.observe(outcome_of([0], [2], [1], 50.0, 1.0))  # new: reads its prompt
+    assert cost.describe()["num_draft_measured"] == 0
+    for _ in range(5):
+        step = cost.observe(outcome_of([0], [2], [1], 0.2, 1.0))
+    assert (step.draft_s, step.catch_up_s, step.verify_s) == pytest.approx((0.2, 0.0, 1.0))
+    for _ in range(3):
+        cost.observe(outcome_of([0], [0], [0], 0.0, 1.0))
+    assert cost.num_behind(np.array([0])) == 3
+    step = cost.observe(outcome_of([0], [2], [1], 0.5, 1.0))
+    assert (step.draft_s, step.catch_up_s) == pytest.approx((0.2, 0.3))
+    assert cost.catch_up_s(3) == pytest.approx(0.3, rel=0.1)
+    assert cost.draft_s(1) == pytest.approx(0.1)
+    assert cost.num_behind(np.array([0])) == 0
+
+
+def test_reading_without_drafting_is_catching_up() -> None:
+    step = CostModel().observe(outcome_of([0], [0], [0], 0.002, 0.01))
+    assert (step.draft_s, step.catch_up_s) == (0.0, 0.002)
+
+
+def test_where_somebody_is_always_new_drafting_is_measured_all_the_same() -> None:
+    cost = CostModel()
+    for step in range(100):
+        cost.observe(outcome_of([0], [2], [1], 0.4, 1.0))
+        if step:
+            cost.forget(np.array([0]))
+    assert cost.draft_s(1) == pytest.approx(0.2)
+
+
+def test_a_step_without_times_teaches_nothing() -> None:
+    cost = CostModel()
+    cost.observe(outcome_of([0], [3], [1]))
+    cost.observe(outcome_of([], [], []))
+    cost.observe(outcome_of([0], [3], [1], math.nan, math.nan))
+    assert cost.describe() == {"num_verify_measured": 0, "num_draft_measured": 0, "num_catch_up_measured": 0}
+
+
+def test_it_can_be_saved_and_loaded() -> None:
+    cost = CostModel()
+    machine = compute_bound()
+    for batch_size in (1, 4, 16):
+        machine.run(Goodput(cost=cost), batch_size, 50, 0.8)
+    loaded = CostModel.from_dict(json.loads(json.dumps(cost.to_dict())))
+    sizes = np.arange(1, 200)
+    np.testing.assert_array_equal(loaded.verify_s(sizes), cost.verify_s(sizes))
+    np.testing.assert_array_equal(loaded.draft_s(sizes), cost.draft_s(sizes))
+    np.testing.assert_array_equal(loaded.catch_up_s(sizes), cost.catch_up_s(sizes))
+    assert loaded.to_dict() == cost.to_dict()
+    assert cost.describe()["verify_least_size"] == 1.0
+    np.testing.assert_array_equal(
+        CostModel.from_dict(CostModel().to_dict()).verify_s(sizes), CostModel().verify_s(sizes)
+    )
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {},
+        {"version": 2},
+        {"version": 1, "verify": {"1": [1.0]}, "draft": 3},
+        {"version": 1, "verify": {"99999": [1.0]}},
+        {"version": 1, "verify": {"1": [-1.0]}},
+        {"version": 1, "verify": {"1": [math.inf]}},
+        {"version": 1, "verify": {"1": []}},
+        [],
+    ],
+)
+def test_what_is_no_saved_cost_model_is_refused(saved: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput, match="this is no saved cost model"):
+        CostModel.from_dict(saved)
+
+
+# Goodput
+
+
+def expected_tokens(alpha: float, length: int) -> float:
+    return sum(alpha**j for j in range(length + 1))
+
+
+def goodput_of(cost: CostModel, alphas: list[float], lengths: list[int], num_prompt_tokens: int) -> float:
+    """Tokens per second of these lengths."""
+    tokens = sum(expected_tokens(alpha, length) for alpha, length in zip(alphas, lengths, strict=True))
+    passes = max(lengths)
+    packed = len(lengths) + sum(lengths) + num_prompt_tokens
+    return tokens / (passes * float(cost.draft_s(len(lengths))) + float(cost.verify_s(packed)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_goodput_equals_the_rule_written_out(seed: int) -> None:
+    """Sequences join, have no room, draft nothing, leave, and have their slots reused."""
+    rng = np.random.default_rng(seed)
+    policy = Goodput(max=6)
+    accepted_sum, tested_sum = 7.0, 10.0
+    rate = rng.uniform(0.2, 0.95)
+    for _ in range(80):
+        slots = rng.permutation(40)[: rng.integers(1, 30)].tolist()
+        rooms = rng.choice([0, 1, 3, 40, 40], size=len(slots)).tolist()
+        prompt = int(rng.choice([0, 0, 100]))
+        plan = policy.plan(batch_of(slots, rooms, prompt))
+        alpha = accepted_sum / tested_sum
+        assert plan.signals["alpha"][0] == pytest.approx(alpha)
+        goodputs = [
+            goodput_of(policy.cost, [alpha] * len(slots), [min(k, room) for room in rooms], prompt) for k in range(7)
+        ]
+        wanted = int(plan.predicted[0])
+        assert goodputs[wanted] == pytest.approx(max(goodputs))
+        assert plan.signals["goodput"][0] == pytest.approx(max(goodputs))
+        assert plan.signals["goodput_off"][0] == pytest.approx(goodputs[0])
+        if any(min(wanted, room) for room in rooms):
+            assert plan.lengths.tolist() == [min(wanted, room) for room in rooms]
+        drafted = plan.lengths.tolist()
+        accepted = [next((j for j in range(d) if rng.random() > rate), d) for d in drafted]
+        policy.observe(outcome_of(slots, drafted, accepted, 2e-3 * max(drafted), 0.01 + 1e-4 * sum(drafted), prompt))
+        if any(drafted):
+            tested = [min(a + 1, d) for a, d in zip(accepted, drafted, strict=True)]
+            accepted_sum, tested_sum = 0.97 * accepted_sum + sum(accepted), 0.97 * tested_sum + sum(tested)
+        policy.forget(np.array([slot for slot in slots if rng.random() < 0.05], np.int64))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lengths_per_sequence_are_the_best_of_all(seed: int) -> None:
+    """Against every combination of lengths. The rule charges every pass for the whole batch."""
+    rng = np.random.default_rng(seed)
+    policy = Goodput(max=3, per="sequence")
+    machine = (compute_bound if seed % 2 else memory_bound)(seed)
+    machine.run(policy, 4, 30, 0.6)
+    for _ in range(40):
+        drafted = [3] * 4
+        accepted = [int(rng.binomial(3, rate)) for rate in (0.98, 0.8, 0.5, 0.1)]
+        policy.observe(outcome_of([0, 1, 2, 3], drafted, accepted))
+    rooms = [5, 2, 3, int(rng.integers(0, 4))]
+    plan = policy.plan(batch_of([0, 1, 2, 3], rooms))
+    alphas = plan.signals["alpha"].tolist()
+    assert alphas == sorted(alphas, reverse=True)
+    options = itertools.product(*(range(min(3, room) + 1) for room in rooms))
+    best = max(goodput_of(policy.cost, alphas, list(lengths), 0) for lengths in options)
+    assert plan.signals["goodput"][0] == pytest.approx(best)
+    assert goodput_of(policy.cost, alphas, plan.predicted.astype(int).tolist(), 0) == pytest.approx(best)
+
+
+def test_acceptance_of_a_sequence_is_forgotten_with_it() -> None:
+    used, fresh = Goodput(per="sequence"), Goodput(per="sequence")
+    for policy in (used, fresh):
+        for _ in range(20):
+            policy.observe(outcome_of([0], [4], [2]))
+    for _ in range(20):
+        used.observe(outcome_of([0, 3], [4, 4], [2, 4]))
+        fresh.observe(outcome_of([0, 4], [4, 4], [2, 4]))
+    used.forget(np.array([3, 900]))
+    assert used.plan(batch_of([3])).signals["alpha"] == fresh.plan(batch_of([3])).signals["alpha"]
+    assert used.plan(batch_of([0])).signals["alpha"] == fresh.plan(batch_of([0])).signals["alpha"]
+
+
+@pytest.mark.parametrize("per", ["batch", "sequence"])
+def test_goodput_drafts_far_where_it_is_cheap_and_not_at_all_where_it_is_dear(per: str) -> None:
+    policy, machine = Goodput(per=per), memory_bound()
+    machine.run(policy, 4, 200, 0.95)
+    assert policy.plan(batch_of([0, 1, 2, 3])).lengths.min() >= 8
+    policy, machine = Goodput(per=per), compute_bound()
+    machine.run(policy, 64, 400, 0.5)
+    assert sum(machine.drafts[100:]) < 10
+
+
+@pytest.mark.parametrize("batch_size", [1, 32])
+def test_goodput_probes_at_a_small_price_and_recovers(batch_size: int) -> None:
+    policy, machine, plain = Goodput(), compute_bound(1), compute_bound(2)
+    off = plain.run(Off(), batch_size, 3000, 0.05)
+    machine.run(policy, batch_size, 500, 0.05)
+    assert machine.run(policy, batch_size, 3000, 0.05) > 0.98 * off
+    assert 0 < sum(machine.drafts)
+    machine.draft, machine.verify = memory_bound().draft, memory_bound().verify
+    machine.run(policy, batch_size, 3000, 0.9)
+    assert all(machine.drafts[-100:])
+
+
+def test_goodput_beats_every_static_length_it_could_have_had_or_nearly() -> None:
+    for rate, batch_size in ((0.3, 8), (0.8, 8), (0.8, 64)):
+        best = max(memory_bound().run(Static(k), batch_size, 800, rate) for k in (0, 1, 2, 4, 8))
+        assert memory_bound().run(Goodput(), batch_size, 800, rate) > 0.97 * best
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max": 0}, "max must be a whole number from 1 to 128, not 0"),
+        ({"per": "token"}, "per must be one of batch, sequence, not 'token'"),
+    ],
+)
+def test_goodput_refuses(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        Goodput(**arguments)  # type: ignore[arg-type]
+    assert str(error.value) == message
+
+
+# Nightjar
+
+
+class ReferenceNightjar:
+    """Blocks and bins in plain Python, every step of a context listed beforehand."""
+
+    def __init__(self, num_arms: int, seed: int) -> None:
+        self.num_arms = num_arms
+        self.rng = np.random.default_rng(seed)
+        self.schedules: dict[int, list[int]] = {}
+        self.arms: dict[int, int] = {}
+        self.history: dict[tuple[int, int], list[tuple[float, float]]] = {}
+
+    def choose(self, batch_size: int, switch_s: float) -> int:
+        context = math.ceil(math.log2(batch_size))
+        schedule = self.schedules.setdefault(context, self.starts())
+        index = schedule.pop(0)
+        if index:
+            self.arms[context] = (
+                int(self.rng.integers(self.num_arms))
+                if self.rng.random() < 1 / index
+                else min(range(self.num_arms), key=lambda arm: self.loss(context, arm, switch_s))
+            )
+        return self.arms[context]
+
+    @staticmethod
+    def starts() -> list[int]:
+        """For every step, the number of the bin that begins there, or 0."""
+        steps = []
+        for block in range(10):
+            size = 2**block
+            bin_size = math.isqrt(size)
+            steps += [i // bin_size + 1 if i % bin_size == 0 else 0 for i in range(size)]
+        return steps
+
+    def loss(self, context: int, arm: int, switch_s: float) -> float:
+        seen = self.history.get((context, arm))
+        if not seen:
+            return math.inf
+        tokens, seconds = (sum(column) for column in zip(*seen, strict=True))
+        return seconds / tokens + (switch_s / arm if arm else 0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nightjar_equals_the_rule_written_out(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    policy, reference = Nightjar(max=3, seed=seed), ReferenceNightjar(4, seed)
+    was_off = False
+    for _ in range(400):
+        num = int(rng.choice([1, 2, 3, 4, 5, 8]))
+        slots = list(range(num))
+        switch_s = float(policy.cost.catch_up_s(policy.cost.num_behind(np.array(slots)))) if was_off else 0.0
+        plan = policy.plan(batch_of(slots))
+        arm = reference.choose(num, switch_s)
+        assert plan.lengths.tolist() == [arm] * num
+        assert plan.predicted.tolist() == [float(arm)] * num
+        assert plan.signals["switch_s"].tolist() == pytest.approx([switch_s] * num)
+        accepted = rng.integers(0, arm + 1, size=num).tolist()
+        outcome = outcome_of(slots, [arm] * num, accepted, 0.003 * arm, 0.01 + 0.002 * num * arm)
+        twin = CostModel.from_dict(policy.cost.to_dict())
+        twin._sequences = policy.cost._sequences
+        before = policy.cost.num_behind(np.array(slots))
+        policy.observe(outcome)
+        # All seconds but those of catching up, which can be told apart as soon as the draft is known.
+        is_clean = before == 0 and seed_is_known(policy)
+        context = math.ceil(math.log2(num))
+        spent = policy._contexts[context].seconds[arm] - sum(s for _, s in reference.history.get((context, arm), []))
+        assert spent <= outcome.draft_s + outcome.verify_s + 1e-9
+        if is_clean and arm == 0:
+            assert spent == pytest.approx(outcome.verify_s)
+        reference.history.setdefault((context, arm), []).append((1 + sum(accepted) / num, spent))
+        was_off = arm == 0
+
+
+def seed_is_known(policy: Nightjar) -> bool:
+    return policy.cost.describe()["num_draft_measured"] > 0
+
+
+def test_nightjar_learns_the_better_arm_per_batch_size() -> None:
+    policy = Nightjar(max=4)
+    low, high = memory_bound(), compute_bound()
+    for _ in range(60):
+        low.run(policy, 2, 40, 0.8)
+        high.run(policy, 64, 40, 0.3)
+    low.run(policy, 2, 1, 0.8)
+    low_drafts, high_drafts = [], []
+    for _ in range(5):
+        low.run(policy, 2, 40, 0.8)
+        high.run(policy, 64, 40, 0.3)
+        low_drafts += low.drafts
+        high_drafts += high.drafts
+    assert np.mean(low_drafts) > 0.7
+    assert np.mean(high_drafts) < 0.3
+
+
+def test_nightjar_counts_what_was_drafted() -> None:
+    policy = Nightjar(max=4)
+    policy.observe(outcome_of([0, 1], [2, 1], [1, 1], 0.002, 0.01))
+    policy.observe(outcome_of([0, 1], [9, 1], [1, 1], 0.002, 0.01))
+    policy.observe(outcome_of([0, 1], [0, 0], [0, 0], 0.0, 0.01))
+    assert (policy._contexts[1].num_emitted > 0).tolist() == [True, False, True, False, False]
+
+
+def test_nightjar_repeats_by_seed() -> None:
+    def lengths(seed: int) -> list[int]:
+        policy, machine = Nightjar(seed=seed), memory_bound()
+        machine.run(policy, 4, 100, 0.6)
+        return [int(policy.plan(batch_of([0])).lengths[0]) for _ in range(50)]
+
+    assert lengths(1) == lengths(1)
+    assert lengths(1) != lengths(2)
+
+
+def test_nightjar_refuses() -> None:
+    with pytest.raises(InvalidInput, match="max must be a whole number from 1 to 128, not 0"):
+        Nightjar(max=0)
+    with pytest.raises(InvalidInput, match="seed must be a whole number from 0 to 4294967295, not 'x'"):
+        Nightjar(seed="x")  # type: ignore[arg-type]
+
+
+# Caps
+
+
+class Wanting(Policy):
+    """Wants what it is told to."""
+
+    def __init__(self, predicted: list[float], votes: list[bool] | None = None) -> None:
+        self.predicted, self.votes = predicted, votes or [True] * len(predicted)
+
+    def plan(self, batch: BatchView) -> Plan:
+        predicted = np.array(self.predicted, np.float64)
+        lengths = np.minimum(np.floor(predicted + 0.5).astype(np.int64), batch.rooms)
+        return Plan(lengths, predicted, np.array(self.votes, np.bool_))
+
+
+ROWS = st.lists(st.tuples(st.floats(0, 30), st.booleans(), st.integers(0, 30)), min_size=1, max_size=40)
+
+
+def percentile_of(values: list[float], percentile: int) -> float:
+    values = sorted(values)
+    place = (len(values) - 1) * percentile / 100
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (place - low) * (values[high] - values[low])
+
+
+@given(ROWS, st.integers(0, 100))
+def test_percentile_cap_equals_the_rule(rows: list[tuple[float, bool, int]], percentile: int) -> None:
+    predicted, votes, rooms = (list(column) for column in zip(*rows, strict=True))
+    policy, batch = Wanting(predicted, votes), batch_of(list(range(len(rows))), rooms)
+    free, capped = policy.plan(batch).lengths, (policy | PercentileCap(percentile)).plan(batch)
+    voting = [p for p, v in zip(predicted, votes, strict=True) if v]
+    if not voting:
+        assert capped.cap is None
+        assert capped.lengths.tolist() == free.tolist()
+        return
+    exact = percentile_of(voting, percentile)
+    if abs(exact + 0.5 - round(exact + 0.5)) > 1e-9:
+        assert capped.cap == math.floor(exact + 0.5)
+    expected = [min(f, int(capped.cap or 0)) if v else f for f, v in zip(free.tolist(), votes, strict=True)]
+    assert capped.lengths.tolist() == expected
+
+
+def lowered_one_by_one(lengths: list[int], predicted: list[float], votes: list[bool], budget: int) -> list[int]:
+    """Take a token from the longest voter, again and again; from the others only when the voters have none left."""
+    lengths = list(lengths)
+    while sum(lengths) > budget:
+        group = [i for i, v in enumerate(votes) if v and lengths[i]] or [i for i, n in enumerate(lengths) if n]
+        victim = min(group, key=lambda i: (-lengths[i], predicted[i], -i))
+        lengths[victim] -= 1
+    return lengths
+
+
+@given(ROWS, st.integers(0, 400))
+def test_budget_cap_equals_the_rule(rows: list[tuple[float, bool, int]], budget: int) -> None:
+    predicted, votes, rooms = (list(column) for column in zip(*rows, strict=True))
+    policy, batch = Wanting(predicted, votes), batch_of(list(range(len(rows))), rooms)
+    free, capped = policy.plan(batch).lengths.tolist(), (policy | BudgetCap(budget)).plan(batch)
+    assert capped.lengths.tolist() == lowered_one_by_one(free, predicted, votes, budget)
+    assert (capped.cap is None) == (sum(free) <= budget)
+    assert capped.num_lowered == sum(a < b for a, b in zip(capped.lengths.tolist(), free, strict=True))
+
+
+def test_budget_cap_by_hand() -> None:
+    plan = (Wanting([2.0, 9.0, 7.4]) | BudgetCap(11)).plan(batch_of([0, 1, 2]))
+    assert plan.lengths.tolist() == [2, 5, 4]
+    assert plan.cap == 5.0
+
+
+def test_caps_refuse() -> None:
+    with pytest.raises(InvalidInput, match="percentile must be a whole number from 0 to 100, not 101"):
+        PercentileCap(101)
+    with pytest.raises(InvalidInput, match="tokens must be a whole number from 0 to 1000000, not -1"):
+        BudgetCap(-1)
+
+
+# Gate
+
+
+def test_the_gate_leaves_speculation_on_where_it_pays_and_costs_under_two_percent() -> None:
+    for batch_size, rate in ((1, 0.7), (8, 0.6), (32, 0.8)):
+        free = memory_bound().run(Static(4), batch_size, 1500, rate)
+        machine = memory_bound()
+        assert machine.run(Static(4) | OnOffGate(), batch_size, 1500, rate) > 0.98 * free
+        assert machine.drafts.count(False) < 15
+
+
+@pytest.mark.parametrize(("batch_size", "rate"), [(1, 0.3), (8, 0.6), (64, 0.2), (64, 0.9)])
+def test_the_gate_turns_it_off_where_it_costs(batch_size: int, rate: float) -> None:
+    off = compute_bound(1).run(Off(), batch_size, 3000, rate)
+    machine, policy = compute_bound(), Static(4) | OnOffGate()
+    assert machine.run(policy, batch_size, 1500, rate) > 0.95 * off
+    assert machine.run(policy, batch_size, 4000, rate) > 0.98 * off
+    assert any(machine.drafts)  # it goes on looking
+    assert sum(machine.drafts) < 200
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_the_gate_follows_acceptance_both_ways(batch_size: int) -> None:
+    machine, policy = memory_bound(3), Static(6) | OnOffGate()
+    for rate, drafts in ((0.9, True), (0.05, False), (0.9, True), (0.05, False)):
+        machine.run(policy, batch_size, 2500, rate)
+        assert np.mean(machine.drafts[-300:]) == pytest.approx(drafts, abs=0.05), (rate, drafts)
+
+
+def test_every_load_has_its_own_verdict() -> None:
+    few, many, policy = memory_bound(), compute_bound(), Static(4) | OnOffGate()
+    for _ in range(10):
+        few.run(policy, 2, 100, 0.8)
+        many.run(policy, 64, 100, 0.8)
+    few.run(policy, 2, 100, 0.8)
+    assert np.mean(few.drafts) > 0.95
+    many.run(policy, 64, 100, 0.8)
+    assert np.mean(many.drafts) < 0.05
+    many.run(policy, 128, 10, 0.8)  # unseen, but larger than one that failed
+    assert not any(many.drafts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_gate_does_not_thrash_at_break_even(seed: int) -> None:
+    """Drafting 4 costs exactly what it brings at this rate."""
+    rate = 0.5
+    gain = sum(rate**j for j in range(1, 5))
+    machine = Machine(lambda n: 1e-2 * gain / 4, lambda n: 1e-2, seed)
+    gate = OnOffGate()
+    num_changes, was_on = 0, True
+    for _ in range(3000):
+        machine.step(Static(4) | gate, 8, rate, 0.0)
+        num_changes += gate.is_on != was_on
+        was_on = gate.is_on
+    assert num_changes <= 8
+
+
+def test_hold_ups_do_not_turn_it_off() -> None:
+    machine, policy = memory_bound(), Static(4) | OnOffGate()
+    machine.run(policy, 8, 1500, 0.8, held_up=0.02)
+    assert np.mean(machine.drafts) > 0.98
+
+
+def test_the_gate_stops_everybody_and_says_so() -> None:
+    machine, policy = compute_bound(), Static(4) | OnOffGate()
+    machine.run(policy, 64, 300, 0.1)
+    plan = policy.plan(batch_of(list(range(64))))
+    assert plan.lengths.tolist() == [0] * 64
+    assert plan.cap == 0.0
+    assert plan.num_lowered == 64
+    assert "gate_saved" in plan.signals
+    assert plan.predicted.tolist() == [4.0] * 64
+
+
+def test_reading_prompts_is_not_held_against_speculation() -> None:
+    """Prompts are read in most steps and make them ten times as long; speculation pays all the same."""
+    rng = np.random.default_rng(0)
+    policy = Static(4) | OnOffGate()
+    drafts = []
+    for step in range(1000):
+        prompt = 0 if step % 5 == 0 else 512
+        lengths = policy.plan(batch_of([0, 1], num_prompt_tokens=prompt)).lengths.tolist()
+        accepted = rng.binomial(lengths, 0.7).tolist()
+        verify_s = 0.01 + 2e-4 * max(2 + sum(lengths) + prompt - 32, 0)
+        policy.observe(outcome_of([0, 1], lengths, accepted, 1e-3 * max(lengths), verify_s, prompt))
+        drafts.append(any(lengths))
+    assert np.mean(drafts) > 0.98
+
+
+# All of them
+
+
+MAKERS: list[Callable[[], Policy]] = [
+    Goodput,
+    lambda: Goodput(per="sequence"),
+    Nightjar,
+    lambda: Static(5) | PercentileCap(50),
+    lambda: Static(5) | BudgetCap(12),
+    lambda: Static(5) | OnOffGate(),
+    lambda: Goodput() | PercentileCap() | BudgetCap(40) | OnOffGate(),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_lengths_fit_the_rooms_whatever_happens(make: Callable[[], Policy]) -> None:
+    rng = np.random.default_rng(0)
+    policy = make()
+    for _ in range(300):
+        slots = rng.permutation(60)[: rng.integers(0, 40)].tolist()
+        rooms = rng.choice([0, 1, 2, 30], size=len(slots)).astype(int).tolist()
+        plan = policy.plan(batch_of(slots, rooms))
+        for column in (plan.lengths, plan.predicted, plan.votes, *plan.signals.values()):
+            assert column.shape == (len(slots),)
+        assert np.issubdtype(plan.lengths.dtype, np.integer)
+        assert (plan.lengths >= 0).all()
+        assert (plan.lengths <= rooms).all()
+        drafted = rng.integers(0, plan.lengths + 1).tolist()  # memory, or a stop, may cut a draft short
+        accepted = rng.integers(0, np.array(drafted, np.int64) + 1).tolist()
+        seconds = float(rng.choice([0.0, 1e-3, 5.0]))
+        policy.observe(outcome_of(slots, drafted, accepted, seconds, seconds))
+        policy.forget(np.array([slot for slot in slots if rng.random() < 0.1], np.int64))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_an_empty_batch_is_fine(make: Callable[[], Policy]) -> None:
+    policy = make()
+    assert policy.plan(batch_of([])).lengths.size == 0
+    policy.observe(outcome_of([], [], []))
+    policy.forget(np.array([], np.int64))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_lengths_do_not_alias_the_rooms(make: Callable[[], Policy]) -> None:
+    rooms: IntArray = np.array([3, 3, 1])
+    view = batch_of([0, 1, 2])
+    view.rooms = rooms
+    for _ in range(20):
+        plan = make().plan(view)
+        plan.lengths[:] = 0
+    assert rooms.tolist() == [3, 3, 1]

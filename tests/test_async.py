@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from dsde import InvalidInput, RequestOutput, SamplingParams, StreamChunk
+from dsde.core.errors import OutOfMemory
 from dsde.engine.async_llm import AsyncLLM, EngineStopped
+from dsde.engine.engine import StepOutput
 from tiny import complete, make_engine, tiny_model
 
 TARGET = tiny_model(seed=7)
@@ -117,3 +119,22 @@ def test_a_failing_engine_tells_those_who_wait(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(EngineStopped, match="no memory left"):
         asyncio.run(collect(llm.generate([1], GREEDY)))
     llm.shutdown()
+
+
+def test_short_memory_fails_those_who_run_and_nobody_after(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, failures = llm.engine.step, [OutOfMemory("too little")] * 2
+
+    def failing_step() -> StepOutput:
+        if failures:
+            raise failures.pop()
+        return step()
+
+    async def in_turn() -> RequestOutput:
+        monkeypatch.setattr(llm.engine, "step", failing_step)
+        with pytest.raises(OutOfMemory, match="too little"):
+            await collect(llm.generate([1, 2], GREEDY))
+        failures.append(OutOfMemory("once is bad luck"))
+        return (await collect(llm.generate([1, 2], GREEDY)))[1]
+
+    [expected] = complete(make_engine(TARGET, None), [[1, 2]], GREEDY)
+    assert asyncio.run(in_turn()).outputs[0].token_ids == expected.outputs[0].token_ids

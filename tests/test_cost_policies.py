@@ -1,4 +1,4 @@
-"""The cost model, the policies that use it, and the stages beside it, against rules written out one sequence at a time."""
+"""The cost model, the policies that use it, and the stages beside it, against rules written out in plain Python."""
 
 from __future__ import annotations
 
@@ -94,6 +94,9 @@ class Machine:
         if self.rng.random() < held_up:
             verify_s *= 100
         policy.observe(outcome_of(slots.tolist(), lengths.tolist(), accepted.tolist(), draft_s, verify_s))
+        ended = slots[self.rng.random(batch_size) < 0.01]
+        policy.forget(ended)
+        self.behind[ended] = 20  # another request, and its prompt
 
 
 def memory_bound(seed: int = 0) -> Machine:
@@ -203,10 +206,10 @@ def test_a_size_not_seen_for_long_is_forgotten() -> None:
     for tokens, num in ((64, 10), (1, 5000)):
         for _ in range(num):
             cost.observe(outcome_of([0], [0], [0], 0.0, 1.0, num_prompt_tokens=tokens - 1))
-    assert cost.num_verified(64) == 10
-    assert cost.age(64) == 5000
-    cost.verify_s(1)
+        if tokens == 64:
+            assert (cost.num_verified(64), cost.age(64)) == (10, 0)
     assert cost.num_verified(64) == 0
+    assert cost.verify_s(64) == pytest.approx(1.0)
 
 
 def test_draft_passes_are_measured_per_pass_at_the_mean_batch() -> None:
@@ -388,7 +391,7 @@ def test_goodput_probes_at_a_small_price_and_recovers(batch_size: int) -> None:
     off = plain.run(Off(), batch_size, 3000, 0.05)
     machine.run(policy, batch_size, 500, 0.05)
     assert machine.run(policy, batch_size, 3000, 0.05) > 0.98 * off
-    assert 0 < sum(machine.drafts)
+    assert any(machine.drafts)
     machine.draft, machine.verify = memory_bound().draft, memory_bound().verify
     machine.run(policy, batch_size, 3000, 0.9)
     assert all(machine.drafts[-100:])
@@ -460,7 +463,7 @@ class ReferenceNightjar:
 def test_nightjar_equals_the_rule_written_out(seed: int) -> None:
     rng = np.random.default_rng(seed)
     policy, reference = Nightjar(max=3, seed=seed), ReferenceNightjar(4, seed)
-    was_off = False
+    was_off, drafted_before = False, 0
     for _ in range(400):
         num = int(rng.choice([1, 2, 3, 4, 5, 8]))
         slots = list(range(num))
@@ -471,24 +474,20 @@ def test_nightjar_equals_the_rule_written_out(seed: int) -> None:
         assert plan.predicted.tolist() == [float(arm)] * num
         assert plan.signals["switch_s"].tolist() == pytest.approx([switch_s] * num)
         accepted = rng.integers(0, arm + 1, size=num).tolist()
+        behind = policy.cost.num_behind(np.array(slots))
+        seconds_before = policy._contexts[math.ceil(math.log2(num))].seconds[arm]
         outcome = outcome_of(slots, [arm] * num, accepted, 0.003 * arm, 0.01 + 0.002 * num * arm)
-        twin = CostModel.from_dict(policy.cost.to_dict())
-        twin._sequences = policy.cost._sequences
-        before = policy.cost.num_behind(np.array(slots))
         policy.observe(outcome)
-        # All seconds but those of catching up, which can be told apart as soon as the draft is known.
-        is_clean = before == 0 and seed_is_known(policy)
         context = math.ceil(math.log2(num))
-        spent = policy._contexts[context].seconds[arm] - sum(s for _, s in reference.history.get((context, arm), []))
-        assert spent <= outcome.draft_s + outcome.verify_s + 1e-9
-        if is_clean and arm == 0:
-            assert spent == pytest.approx(outcome.verify_s)
+        # All seconds count but those of catching up, which the cost model tells apart.
+        spent = policy._contexts[context].seconds[arm] - seconds_before
+        if arm == 0 or (behind == 0 and drafted_before >= num):
+            assert spent == pytest.approx(outcome.draft_s + outcome.verify_s)
+        else:
+            assert outcome.verify_s < spent <= outcome.draft_s + outcome.verify_s + 1e-12
+        drafted_before = max(drafted_before, num) if arm else drafted_before
         reference.history.setdefault((context, arm), []).append((1 + sum(accepted) / num, spent))
         was_off = arm == 0
-
-
-def seed_is_known(policy: Nightjar) -> bool:
-    return policy.cost.describe()["num_draft_measured"] > 0
 
 
 def test_nightjar_learns_the_better_arm_per_batch_size() -> None:
@@ -635,7 +634,7 @@ def test_the_gate_follows_acceptance_both_ways(batch_size: int) -> None:
     machine, policy = memory_bound(3), Static(6) | OnOffGate()
     for rate, drafts in ((0.9, True), (0.05, False), (0.9, True), (0.05, False)):
         machine.run(policy, batch_size, 2500, rate)
-        assert np.mean(machine.drafts[-300:]) == pytest.approx(drafts, abs=0.05), (rate, drafts)
+        assert np.mean(machine.drafts[-300:]) == pytest.approx(float(drafts), abs=0.05), (rate, drafts)
 
 
 def test_every_load_has_its_own_verdict() -> None:

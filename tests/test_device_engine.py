@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 
 import plain_kernels
 from dsde import RequestOutput, SamplingParams
+from dsde.core.errors import OutOfMemory
 from dsde.device import backend
 from dsde.drafting import device as drafting_device
 from dsde.drafting import kernels as drafting_kernels
@@ -931,3 +932,35 @@ class TestOnCuda:
             complete(engine, [[i + 1, 2] for i in range(16)], long)
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+def test_no_graph_outlives_what_it_points_to(way: Way) -> None:
+    """Memory runs out while the draft store moves: nothing captured before may be used again, and nothing is lost."""
+    way.monkeypatch.setattr("dsde.engine.engine.describe_shortage", lambda *_: "too little")
+    engine = way.engine("close", "static:9", max_num_seqs=64)
+    prompts = [[i + 1] * 5 for i in range(24)]
+    names = [engine.add(prompt, GREEDY) for prompt in prompts[:2]]
+    for _ in range(4):
+        engine.step()
+    names += [engine.add(prompt, GREEDY) for prompt in prompts[2:]]
+    executor = engine.executor
+    assert isinstance(executor, DeviceExecutor)
+    assert executor.drafter is not None
+    outputs: dict[str, RequestOutput] = {}
+    with way.monkeypatch.context() as patch:
+
+        def refuse(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        def step_often() -> None:
+            for _ in range(10):
+                outputs.update((output.request_id, output) for output in engine.step().finished)
+
+        patch.setattr("dsde.sampling.kernels.DraftStore.allocate", refuse)
+        with pytest.raises(OutOfMemory, match="too little"):
+            step_often()
+        assert not executor.passes._passes
+        assert not executor.drafter.passes._passes
+    outputs |= run(engine)
+    expected = way.alone([(prompt, GREEDY) for prompt in prompts])
+    assert [outputs[name].outputs[0].token_ids for name in names] == [o.outputs[0].token_ids for o in expected]

@@ -37,7 +37,7 @@ class Sequence:
 
     # engine
     slot: int = -1
-    """row of this sequence in the policy's state, from first admission to the end"""
+    """row of this sequence in tables of state, the policy's above all, from first admission to the end"""
     num_steps: int = 0
     """steps in which it decoded; keys the random numbers of drafting and acceptance"""
 

@@ -1,6 +1,6 @@
 """Named arrays that travel to the device together: page-locked memory on the host, and its twin on the device.
 
-Knows nothing of what the arrays mean.
+Knows which of them hold fractions, and nothing else of what they mean.
 """
 
 from __future__ import annotations

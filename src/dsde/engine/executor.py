@@ -58,7 +58,7 @@ class Landing:
 
     verdict: Verdict
     logits: torch.Tensor
-    """[sum(1 + drafted), vocab] of the judged sequences; good until the next launch"""
+    """[sum(1 + drafted), vocab] of the judged sequences; good until the next step is queued"""
     prompt_logits: torch.Tensor
     """of prompts to be scored, a row for every token they read"""
     seconds: Seconds

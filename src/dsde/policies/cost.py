@@ -162,10 +162,10 @@ class CostModel:
 
     Assumptions. A step takes `passes * draft_s(sequences) + verify_s(tokens)`, tokens being one for every decoding
     sequence, all drafted ones and those of prompts read in the same pass. A pass in which fewer sequences still draft
-    is taken at the mean number of them. What a step costs besides, per step and not per pass, is spread over its passes.
+    is taken at the mean number of them. What drafting costs once a step, not once a pass, is spread over the passes.
     The length of the context is not looked at: it changes slowly, and the measurements follow. Before the first
-    measurement a verification takes 10 ms up to 256 tokens and grows in proportion above, and a draft pass takes a tenth
-    of a verification of as many tokens: the levels are arbitrary, their ratio is what decides before there is evidence.
+    measurement a verification takes 10 ms up to 256 tokens and grows in proportion above, and a draft pass takes a
+    tenth of a verification of as many tokens: only the ratio matters, and only until there is evidence.
 
     Identifiable from one batch size alone are the level of the draft and, as soon as lengths vary, the verification
     at as many sizes as there were lengths. What was never measured is taken to cost as little as is plausible (see

@@ -82,7 +82,7 @@ class DraftStore:
     logits: torch.Tensor
     """[capacity, vocab] raw, in the model's type"""
     tokens: torch.Tensor
-    """[capacity] int32"""
+    """[at least capacity] int32"""
     stats: torch.Tensor
     """[capacity, NUM_STATS] float32; the entropy is that at temperature 1, in nats"""
     thresholds: torch.Tensor

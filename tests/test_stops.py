@@ -16,13 +16,16 @@ from dsde.core.stops import Signal, StopAfter, StopBefore, TokenSignal
 from dsde.drafting import ModelDrafter
 from dsde.models.batch import pack
 from dsde.models.decoder import Decoder
-from dsde.policies import BatchView, Outcome, Policy
+from dsde.policies import BatchView, Outcome, Policy, make_policy
 from dsde.policies.adaedl import AdaEDL
 from dsde.policies.confidence import Confidence, best_threshold
 from dsde.policies.ddd import DDD
 from dsde.policies.margin import Margin
 from dsde.policies.svip import SVIP
 from dsde.sampling import Sampler
+from dsde.simulation.costs import Costs, Line
+from dsde.simulation.simulator import simulate
+from dsde.simulation.streams import Mixed
 from test_lossless_distribution import DRAFTS, NUM_REQUESTS, enumerate_outputs, p_value, sample_outputs
 from tiny import DEVICE, complete, make_engine, tiny_model
 
@@ -252,3 +255,34 @@ def test_no_longer_than_the_room(make: Callable[[], Policy]) -> None:
     batch.rooms = np.array([0, 2])
     assert make().plan(batch).lengths.tolist() == [0, 2]
     make().observe(outcome([], [], []))
+
+
+def test_how_far_drafts_go_is_what_caps_are_told() -> None:
+    """A moving average of where the rule ended drafts; an end that only the limit made counts as two tokens farther."""
+    policy = SVIP(max=10)
+    expected: list[float] = []
+    for drafted in (3, 5, 10, 2, 4):
+        plan = policy.plan(view([7]))
+        assert plan.votes.tolist() == [bool(expected)]
+        if expected:
+            assert plan.predicted[0] == pytest.approx(expected[-1])
+        plan.lengths = np.minimum(plan.lengths, 4)  # what a stage would do
+        drafted = min(drafted, 4)
+        policy.observe(outcome([7], [drafted], [0]))
+        reach = drafted + 2 if drafted == 4 else drafted
+        expected.append(reach if not expected else 0.7 * expected[-1] + 0.3 * reach)
+    policy.forget(np.array([7]))
+    assert not policy.plan(view([7])).votes.any()
+
+
+def test_a_cap_saves_a_batch_from_its_longest_draft() -> None:
+    """The batch law: with verification free of the batch, stops of single sequences do not shorten the draft."""
+    requests = Mixed(0.95, 0.4).draw(400, 96, seed=0)
+    costs = Costs(draft=Line(0.2), verify=Line(1.0))
+
+    def gain(spec: str, batch_size: int) -> float:
+        speeds = [simulate(make_policy(name), requests, costs, batch_size).tokens_per_s for name in (spec, "off")]
+        return speeds[0] / speeds[1]
+
+    assert gain("svip", 16) < 0.75 * gain("svip", 1)
+    assert gain("svip|meancap", 16) > 1.15 * gain("svip", 16)

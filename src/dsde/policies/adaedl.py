@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsde.core.stops import Signal, StopBefore
-from dsde.policies.base import BatchView, FloatArray, IntArray, Outcome, Plan, Policy
-from dsde.policies.limits import LONGEST, check_real, check_whole
+from dsde.core.stops import Signal, Stop, StopBefore
+from dsde.policies.base import BatchView, FloatArray, IntArray, Outcome
+from dsde.policies.limits import check_real
 from dsde.policies.slots import SlotTable
+from dsde.policies.stopping import StoppingPolicy
 
 
 @dataclass
@@ -27,7 +28,7 @@ class _State(SlotTable):
     """AR"""
 
 
-class AdaEDL(Policy):
+class AdaEDL(StoppingPolicy):
     def __init__(
         self,
         gamma: float = 0.2,
@@ -38,29 +39,28 @@ class AdaEDL(Policy):
         beta1: float = 0.5,
         beta2: float = 0.9,
     ) -> None:
+        super().__init__(max)
         check_real("gamma", gamma, 1e-6, 100.0)
-        check_whole("max", max, 1, LONGEST)
         for name, value in (("threshold", threshold), ("alpha", alpha), ("beta1", beta1), ("beta2", beta2)):
             check_real(name, value, 0.0, 1.0)
         check_real("epsilon", epsilon, 0.0, 1.0)
-        self.gamma, self.max, self.alpha, self.epsilon = gamma, max, alpha, epsilon
+        self.gamma, self.alpha, self.epsilon = gamma, alpha, epsilon
         self.beta1, self.beta2 = beta1, beta2
         self._state = _State(np.full(1, threshold), np.full(1, alpha))
 
-    def plan(self, batch: BatchView) -> Plan:
+    def signals(self, batch: BatchView) -> dict[str, FloatArray]:
+        self._state.cover(batch.slots)
+        return {"lambda": self._state.thresholds[batch.slots], "AR": self._state.acceptance[batch.slots]}
+
+    def rule(self, batch: BatchView) -> Stop:
         self._state.cover(batch.slots)
         thresholds = self._state.thresholds[batch.slots]
         # 1 - sqrt(gamma H) < lambda  <=>  H > (1 - lambda)^2 / gamma, for lambda below 1; beyond it everything stops.
         most_entropy = np.where(thresholds < 1, (1 - thresholds) ** 2 / self.gamma, -1.0)
-        return Plan(
-            lengths=np.minimum(self.max, batch.rooms),
-            predicted=np.full(batch.slots.size, float(self.max)),
-            votes=np.ones(batch.slots.size, np.bool_),
-            signals={"lambda": thresholds, "AR": self._state.acceptance[batch.slots]},
-            stop=StopBefore(Signal.ENTROPY, most_entropy, stops_above=True, first_depth=1),
-        )
+        return StopBefore(Signal.ENTROPY, most_entropy, stops_above=True, first_depth=1)
 
     def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
         told = outcome.drafted > 0
         slots, drafted, accepted = outcome.slots[told], outcome.drafted[told], outcome.accepted[told]
         state = self._state
@@ -72,4 +72,5 @@ class AdaEDL(Policy):
         state.thresholds[slots] = self.beta2 * old + (1 - self.beta2) * (old + step)
 
     def forget(self, slots: IntArray) -> None:
+        super().forget(slots)
         self._state.reset(slots)

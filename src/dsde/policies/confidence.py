@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsde.core.stops import StopAfter, TokenSignal
-from dsde.policies.base import BatchView, FloatArray, Need, Outcome, Plan, Policy
-from dsde.policies.limits import LONGEST, check_real, check_whole
+from dsde.core.stops import Stop, StopAfter, TokenSignal
+from dsde.policies.base import BatchView, FloatArray, Need, Outcome
+from dsde.policies.limits import check_real
+from dsde.policies.stopping import StoppingPolicy
 
 _MISS_COST = 3.0
 _FEWEST = 6
@@ -20,29 +21,24 @@ _HISTORY = 512
 """judged tokens that are remembered, the latest"""
 
 
-class Confidence(Policy):
+class Confidence(StoppingPolicy):
     needs = Need.TOKEN_PROB
 
     def __init__(self, threshold: float = 0.4, max: int = 20) -> None:
+        super().__init__(max)
         check_real("threshold", threshold, 0.0, 1.0)
-        check_whole("max", max, 1, LONGEST)
         self.threshold = threshold
-        self.max = max
         self._probs = np.empty(0)
         self._stood = np.empty(0, dtype=bool)
 
-    def plan(self, batch: BatchView) -> Plan:
-        count = batch.slots.size
-        thresholds = np.full(count, self.threshold)
-        return Plan(
-            lengths=np.minimum(self.max, batch.rooms),
-            predicted=np.full(count, float(self.max)),
-            votes=np.ones(count, np.bool_),
-            signals={"threshold": thresholds},
-            stop=StopAfter(TokenSignal.TOKEN_PROB, thresholds, stops_above=False),
-        )
+    def signals(self, batch: BatchView) -> dict[str, FloatArray]:
+        return {"threshold": np.full(batch.slots.size, self.threshold)}
+
+    def rule(self, batch: BatchView) -> Stop:
+        return StopAfter(TokenSignal.TOKEN_PROB, np.full(batch.slots.size, self.threshold), stops_above=False)
 
     def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
         starts = np.cumsum(outcome.drafted) - outcome.drafted
         depths = np.arange(outcome.drafted.sum()) - np.repeat(starts, outcome.drafted)
         accepted = np.repeat(outcome.accepted, outcome.drafted)

@@ -24,6 +24,8 @@ NUM_TRUSTED = 2
 """measurements before a bucket counts beside others: the first of a shape may have compiled something"""
 LONGEST_SILENCE = 4096
 """measurements elsewhere after which a bucket is forgotten: the load, and the machine, may have changed"""
+LONGEST_PAUSE = 512
+"""measurements elsewhere after which a new one of a bucket replaces the old ones instead of joining them"""
 VERIFY_S = 0.01
 KNEE = 256.0
 """tokens up to which a verification is taken to cost the same: below it, reading the weights is what takes time"""
@@ -63,6 +65,8 @@ class Curve:
         if not (np.isfinite(seconds) and seconds >= 0 and size >= 1):
             return
         index = _bucket(size)
+        if self.num_measured - self._seen_at[index] > LONGEST_PAUSE:
+            self._num_seen[index] = 0
         self._held[index, self._num_seen[index] % NUM_HELD] = seconds / (self.prior_s * max(size, KNEE) / KNEE)
         self._num_seen[index] += 1
         self.num_measured += 1
@@ -235,7 +239,7 @@ class CostModel:
             return 0.0, 0.0
         passes = max(outcome.num_draft_passes, int(outcome.drafted.max(initial=0)))
         if passes == 0 or num_drafted == 0:  # the draft read, and nobody was ready to draft
-            return 0.0, limit(outcome.draft_s, self._usual_catch_up_s(outcome.slots))
+            return 0.0, self._limited_catch_up_s(outcome.draft_s, outcome.slots)
         batch_size = max(num_drafted / passes, 1.0)
         self._sequences.cover(outcome.slots)
         behind = self._sequences.num_behind[outcome.slots[outcome.drafted > 0]]
@@ -247,11 +251,12 @@ class CostModel:
         draft_s = min(outcome.draft_s, passes * float(self.draft_s(batch_size)))
         if behind.min() >= 0 and self._draft.num_measured:
             self._catch_up.observe(int(behind.sum()), outcome.draft_s - draft_s)
-        return draft_s, limit(outcome.draft_s - draft_s, self._usual_catch_up_s(outcome.slots))
+        return draft_s, self._limited_catch_up_s(outcome.draft_s - draft_s, outcome.slots)
 
-    def _usual_catch_up_s(self, slots: IntArray) -> float:
-        """Something to compare with: the prompts of new sequences are not known, and count as one pass."""
-        return float(self.catch_up_s(self.num_behind(slots)) + self.draft_s(max(slots.size, 1)))
+    def _limited_catch_up_s(self, seconds: float, slots: IntArray) -> float:
+        """How much there was to read is not always known (prompts), so a verification is the least to compare with."""
+        expected_s = float(self.catch_up_s(self.num_behind(slots)) + self.verify_s(max(slots.size, 1)))
+        return limit(seconds, expected_s)
 
     def _follow(self, outcome: Outcome) -> None:
         self._sequences.cover(outcome.slots)

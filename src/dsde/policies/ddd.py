@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsde.core.stops import StopAfter, TokenSignal
-from dsde.policies.base import BatchView, Plan, Policy
-from dsde.policies.limits import LONGEST, check_real, check_whole
+from dsde.core.stops import Stop, StopAfter, TokenSignal
+from dsde.policies.base import BatchView
+from dsde.policies.limits import check_real
+from dsde.policies.stopping import StoppingPolicy
 
 
-class DDD(Policy):
-    """Everybody drafts up to `max` tokens, and stops behind the one that takes its log-probability below tau."""
+class DDD(StoppingPolicy):
+    """Stops behind the token that takes the draft's log-probability below tau."""
 
     def __init__(self, tau: float = -0.6, max: int = 11) -> None:
+        super().__init__(max)
         check_real("tau", tau, -1000.0, 0.0)
-        check_whole("max", max, 1, LONGEST)
         self.tau = tau
-        self.max = max
 
-    def plan(self, batch: BatchView) -> Plan:
-        count = batch.slots.size
-        return Plan(
-            lengths=np.minimum(self.max, batch.rooms),
-            predicted=np.full(count, float(self.max)),
-            votes=np.ones(count, np.bool_),
-            stop=StopAfter(TokenSignal.TOTAL_LOG_PROB, np.full(count, self.tau), stops_above=False),
-        )
+    def rule(self, batch: BatchView) -> Stop:
+        return StopAfter(TokenSignal.TOTAL_LOG_PROB, np.full(batch.slots.size, self.tau), stops_above=False)

@@ -65,6 +65,7 @@ class Goodput(Policy):
         self._sequences = _Sequences(num_accepted=np.zeros(1), num_tested=np.zeros(1))
         self._probe_s = 0.0
         """seconds that the next probe may cost"""
+        self._is_probing = False
 
     @property
     def alpha(self) -> float:
@@ -76,8 +77,9 @@ class Goodput(Policy):
         choice = self._per_sequence(batch, alphas) if self.per == "sequence" else self._per_batch(batch)
         predicted = choice.lengths.astype(np.float64)
         lengths = np.minimum(choice.lengths, batch.rooms)
-        if not lengths.any() and batch.rooms.any():
-            lengths = self._probe(batch)
+        self._is_probing = not lengths.any() and bool(batch.rooms.any()) and self._can_pay_for_probe(batch)
+        if self._is_probing:
+            lengths = np.minimum(self._probe_length(batch), batch.rooms)
         num = batch.slots.size
         return Plan(
             lengths=lengths,
@@ -91,11 +93,14 @@ class Goodput(Policy):
         )
 
     def observe(self, outcome: Outcome) -> None:
-        self.cost.observe(outcome)
+        step = self.cost.observe(outcome)
+        plain_s = float(self.cost.verify_s(max(count_tokens(outcome), 1)))
         active = outcome.drafted > 0
         if not active.any():
-            self._probe_s += PROBE_SHARE * float(self.cost.verify_s(max(count_tokens(outcome), 1)))
+            self._probe_s += PROBE_SHARE * plain_s
             return
+        if self._is_probing:
+            self._probe_s -= max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, 0.0)
         slots, accepted = outcome.slots[active], outcome.accepted[active]
         tested = np.minimum(accepted + 1, outcome.drafted[active])
         self._num_accepted = KEPT * self._num_accepted + float(accepted.sum())
@@ -156,16 +161,15 @@ class Goodput(Policy):
                 best, best_chosen = float(goodputs[place]), order[within][: place + 1]
         return _Choice(np.bincount(best_chosen // self.max, minlength=num), best, goodput_off)
 
-    def _probe(self, batch: BatchView) -> IntArray:
-        """Nothing, or a short draft if there is enough time set aside for it."""
-        num = batch.slots.size
-        length = min(-(-PROBE_TOKENS // num), self.max)
-        lengths = np.minimum(batch.rooms, length)
+    def _probe_length(self, batch: BatchView) -> int:
+        return min(-(-PROBE_TOKENS // batch.slots.size), self.max)
+
+    def _can_pay_for_probe(self, batch: BatchView) -> bool:
+        """Whether enough time is set aside for a short draft, as if nothing of it were accepted."""
+        num, length = batch.slots.size, self._probe_length(batch)
         base = max(batch.num_decoding, num) + batch.num_prompt_tokens
-        verify_s = self.cost.verify_s([base, base + int(lengths.sum())])
+        verify_s = self.cost.verify_s([base, base + int(np.minimum(length, batch.rooms).sum())])
         catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
         price_s = length * float(self.cost.draft_s(num)) + float(verify_s[1] - verify_s[0]) + catch_up_s
-        if self._probe_s < price_s:
-            return np.zeros(num, np.int64)
-        self._probe_s = 0.0
-        return lengths
+        self._probe_s = min(self._probe_s, 2 * price_s)
+        return self._probe_s >= price_s

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsde.core.stops import Signal, StopBefore
-from dsde.policies.base import BatchView, Plan, Policy
-from dsde.policies.limits import LONGEST, check_real, check_whole
+from dsde.core.stops import Signal, Stop, StopBefore
+from dsde.policies.base import BatchView
+from dsde.policies.limits import check_real
+from dsde.policies.stopping import StoppingPolicy
 
 
-class Margin(Policy):
-    """Everybody drafts up to `max` tokens, and none where the margin is below `least`; the first in any case."""
+class Margin(StoppingPolicy):
+    """Draws no token where the margin is below `least`; the first in any case."""
 
     def __init__(self, least: float = 0.2, max: int = 20) -> None:
+        super().__init__(max)
         check_real("least", least, 0.0, 1.0)
-        check_whole("max", max, 1, LONGEST)
         self.least = least
-        self.max = max
 
-    def plan(self, batch: BatchView) -> Plan:
-        count = batch.slots.size
-        return Plan(
-            lengths=np.minimum(self.max, batch.rooms),
-            predicted=np.full(count, float(self.max)),
-            votes=np.ones(count, np.bool_),
-            stop=StopBefore(Signal.MARGIN, np.full(count, self.least), stops_above=False, first_depth=1),
-        )
+    def rule(self, batch: BatchView) -> Stop:
+        thresholds = np.full(batch.slots.size, self.least)
+        return StopBefore(Signal.MARGIN, thresholds, stops_above=False, first_depth=1)

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsde.core.stops import Signal, StopAfter
-from dsde.policies.base import BatchView, Plan, Policy
-from dsde.policies.limits import LONGEST, check_real, check_whole
+from dsde.core.stops import Signal, Stop, StopAfter
+from dsde.policies.base import BatchView
+from dsde.policies.limits import check_real
+from dsde.policies.stopping import StoppingPolicy
 
 
-class SVIP(Policy):
-    """Everybody drafts up to `max` tokens, and stops behind the first one with sqrt(c H) > h."""
+class SVIP(StoppingPolicy):
+    """Stops behind the first token with sqrt(c H) > h."""
 
     def __init__(self, h: float = 0.3, c: float = 0.15, max: int = 40) -> None:
+        super().__init__(max)
         check_real("h", h, 0.0, 100.0)
         check_real("c", c, 1e-6, 100.0)
-        check_whole("max", max, 1, LONGEST)
         self.most_entropy = h * h / c
-        self.max = max
 
-    def plan(self, batch: BatchView) -> Plan:
-        count = batch.slots.size
-        return Plan(
-            lengths=np.minimum(self.max, batch.rooms),
-            predicted=np.full(count, float(self.max)),
-            votes=np.ones(count, np.bool_),
-            stop=StopAfter(Signal.ENTROPY, np.full(count, self.most_entropy), stops_above=True),
-        )
+    def rule(self, batch: BatchView) -> Stop:
+        return StopAfter(Signal.ENTROPY, np.full(batch.slots.size, self.most_entropy), stops_above=True)

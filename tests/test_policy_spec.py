@@ -131,7 +131,7 @@ def test_a_wrong_spec_is_never_anything_but_invalid_input(spec: str) -> None:
 def test_every_entry_describes_itself(entry: Entry[Any]) -> None:
     assert entry.description
     assert "\n" not in entry.description
-    assert entry.lossless
+    assert entry.lossless == (entry.name != "consultant")
     make_policy(entry.example)
 
 

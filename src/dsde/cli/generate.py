@@ -84,6 +84,8 @@ def _summary(llm: LLM, output: RequestOutput) -> str:
             f", {metrics.acceptance_length:.2f} tokens a step, "
             f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafted tokens accepted"
         )
+    if not metrics.lossless:
+        line += "; LOSSY: not exactly what the target alone would say"
     return line
 
 

@@ -99,6 +99,8 @@ class RequestMetrics(SpeculationCounts):
 
     num_steps: int = 0
     """target passes that emitted a token for this request"""
+    lossless: bool = True
+    """False: a rule was asked for that accepts tokens which the target would not have said"""
     queue_s: float = 0.0
     first_token_s: float = 0.0
     """from arrival to the first token"""

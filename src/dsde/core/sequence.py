@@ -61,6 +61,8 @@ class Sequence:
 
     # verification
     penalty_state: Any = None
+    surprise: float = 0.0
+    """Consultant Decoding's moving average"""
 
     @property
     def num_tokens(self) -> int:

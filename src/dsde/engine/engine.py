@@ -252,6 +252,10 @@ class Engine:
         times.append(time.perf_counter())
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
         wish = DraftWish(plan.lengths, plan.stop, self._wants_klds(work.decodes), self.planner.needs_token_probs)
+        if plan.plan is not None and plan.plan.consultant is not None:
+            wish.consultant, wish.consulted = plan.plan.consultant, plan.rows
+            drafting = plan.rows[plan.lengths[plan.rows] > 0]
+            self._note_lossy([work.decodes[i] for i in drafting.tolist()])
         flight = self.executor.launch(work, wish, scored)
         self._count_drafts(work.decodes, plan, flight)
         self.metrics.num_host_steps += self.executor.is_asynchronous and isinstance(flight, HostFlight)
@@ -303,6 +307,12 @@ class Engine:
                 request.metrics.num_cached_prompt_tokens += sequence.num_computed
                 self.metrics.num_cached_prompt_tokens += sequence.num_computed
         return work
+
+    def _note_lossy(self, sequences: list[Sequence]) -> None:
+        """Say so wherever these requests' figures are read."""
+        for sequence in sequences:
+            self.requests[sequence.request_id].metrics.lossless = False
+        self.metrics.num_lossy += len(sequences)
 
     def _count_drafts(self, decodes: list[Sequence], plan: LengthPlan, flight: Flight) -> None:
         if not plan.lengths.any():

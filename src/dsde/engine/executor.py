@@ -8,13 +8,14 @@ with a `Flight`, which lands with the same things. Knows nothing of requests, po
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dsde.core.consultant import Consultant
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop
 from dsde.drafting import Drafter, Proposals
@@ -50,6 +51,9 @@ class DraftWish:
     stop: Stop | None = None
     want_klds: bool = False
     want_token_probs: bool = False
+    consultant: Consultant | None = None
+    """for the sequences named by `consulted`"""
+    consulted: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 @dataclass(slots=True)
@@ -148,7 +152,12 @@ class HostExecutor:
         times.append(time.perf_counter())
         judged = judged_sequences(work)
         proposals = proposals.followed_by(len(judged) - len(work.decodes))
-        verdict = verify(logits, judged, proposals, self.sampler, wish.want_klds, self.synthetic_acceptance)
+        leniency = None
+        if wish.consultant is not None:
+            chosen = np.zeros(len(judged), dtype=bool)
+            chosen[wish.consulted] = True
+            leniency = (wish.consultant, chosen)
+        verdict = verify(logits, judged, proposals, self.sampler, wish.want_klds, self.synthetic_acceptance, leniency)
         times.append(time.perf_counter())
         seconds = Seconds(*np.diff(times).tolist())
         landing = Landing(verdict, logits, prompt_logits, seconds, proposals.token_probs)

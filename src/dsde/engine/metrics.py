@@ -22,6 +22,8 @@ class EngineMetrics(SpeculationCounts):
     """sequence-steps in which the draft had fewer tokens to offer than planned"""
     num_stopped: int = 0
     """sequence-steps whose draft a rule ended before its length was reached"""
+    num_lossy: int = 0
+    """sequence-steps whose drafts were judged by a rule that is not lossless"""
     num_host_steps: int = 0
     """steps that a device could not do by itself, because somebody must look at every token"""
     schedule_s: float = 0.0

@@ -13,6 +13,7 @@ from enum import Flag, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from dsde.core.consultant import Consultant
 from dsde.core.stops import Stop
 
 IntArray = NDArray[np.int64]
@@ -61,6 +62,8 @@ class Plan:
     """sequences whose length some stage lowered"""
     stop: Stop | None = None
     """ends drafts before their length is reached; its thresholds are in the order of the batch"""
+    consultant: Consultant | None = None
+    """accepts more than is lossless"""
 
 
 @dataclass(slots=True)

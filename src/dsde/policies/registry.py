@@ -16,6 +16,7 @@ from dsde.policies.banditspec import EXP3Spec, UCBSpec
 from dsde.policies.base import Policy, Stage
 from dsde.policies.batchtable import EXAMPLE, BatchTable
 from dsde.policies.confidence import Confidence
+from dsde.policies.consultant import ConsultantStage
 from dsde.policies.ddd import DDD
 from dsde.policies.dsde import DSDE
 from dsde.policies.gammatune import GammaTune
@@ -199,6 +200,10 @@ def _make_tapout(options: Options) -> Policy:
     )
 
 
+def _make_consultant(options: Options) -> Stage:
+    return ConsultantStage(**_floats(options, "epsilon", "decay"))
+
+
 def _make_meancap(options: Options) -> Stage:
     return MeanCap(cast(Rounding, options.get("rounding", "nearest")))
 
@@ -303,6 +308,14 @@ STAGES: dict[str, Entry[Stage]] = {
             _make_meancap,
             ("rounding",),
             "static:4|meancap",
+        ),
+        Entry[Stage](
+            "consultant",
+            "Consultant Decoding: tokens stand that the target finds likely enough (reconstruction)",
+            _make_consultant,
+            ("epsilon", "decay"),
+            "static:8|consultant:2",
+            lossless=False,
         ),
     )
 }

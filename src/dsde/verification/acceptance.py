@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dsde.core.consultant import Consultant
 from dsde.core.rng import Purpose
 from dsde.core.sequence import Sequence
 from dsde.drafting import DraftStep, Proposals
 from dsde.sampling import Distributions, Rows, Sampler, distributions
 from dsde.sampling.sampler import invert, keyed_uniforms
 from dsde.verification.divergence import kl_divergence, point_mass_divergence
+from dsde.verification.leniency import consult
 
 IntArray = NDArray[np.int64]
 
@@ -48,10 +50,12 @@ def verify(
     sampler: Sampler,
     want_klds: bool,
     synthetic_acceptance: tuple[float, ...] | None = None,
+    leniency: tuple[Consultant, NDArray[np.bool_]] | None = None,
 ) -> Verdict:
     """Judge proposals. `logits` holds 1 + lengths[i] rows for sequence i: one per drafted token and one beyond.
 
-    With a synthetic acceptance, for benchmarks, a coin decides what stands.
+    With a synthetic acceptance, for benchmarks, a coin decides what stands. Leniency is a rule that is not lossless and
+    the sequences it is for.
     """
     lengths = proposals.lengths
     starts = np.concatenate(([0], np.cumsum(lengths + 1)[:-1]))
@@ -60,11 +64,17 @@ def verify(
     dist = distributions(logits, rows)
 
     by_ratio = np.array([proposals.sampled and _uses_ratio(s) for s in sequences], dtype=bool)
+    if leniency is not None:
+        by_ratio &= ~leniency[1]
     own = _target_tokens(dist, rows, by_ratio, sampler)
     accepts = _matches(own, proposals, starts)
     probs = _ProbRows(dist, len(logits))
     if by_ratio.any():
         _test_ratios(accepts, probs, sequences, proposals, starts, by_ratio)
+    if leniency is not None:
+        rule, chosen = leniency
+        stands = torch.from_numpy(consult(logits, sequences, proposals, starts, chosen, rule)).to(accepts.device)
+        accepts = torch.where(torch.from_numpy(chosen).to(accepts.device).unsqueeze(1), stands, accepts)
     if synthetic_acceptance is not None:
         accepts = _toss(sequences, proposals, synthetic_acceptance)
     accepted = accepts.cumprod(1).sum(1)
@@ -73,8 +83,8 @@ def verify(
     counts = accepted.cpu().numpy()
     tokens = following.cpu().numpy().copy()
     if by_ratio.any():
-        chosen = np.flatnonzero(by_ratio)
-        tokens[chosen] = _emit_residual(probs, sequences, proposals, starts, counts, chosen)
+        ratio_rows = np.flatnonzero(by_ratio)
+        tokens[ratio_rows] = _emit_residual(probs, sequences, proposals, starts, counts, ratio_rows)
     drafted = proposals.tokens.cpu().tolist()
     emitted = [[*drafted[i][:n], int(t)] for i, (n, t) in enumerate(zip(counts, tokens, strict=True))]
     klds = _divergences(logits, proposals, starts) if want_klds else np.empty(0)

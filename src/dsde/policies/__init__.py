@@ -1,31 +1,68 @@
 """How many tokens every sequence drafts. NumPy only: knows nothing of models, tokens or the engine."""
 
+from dsde.policies.adaedl import AdaEDL
+from dsde.policies.banditspec import EXP3Spec, UCBSpec
 from dsde.policies.base import BatchView, Need, Outcome, Plan, Policy, Stage, Staged
+from dsde.policies.batchtable import BatchTable
+from dsde.policies.budgetcap import BudgetCap
+from dsde.policies.confidence import Confidence
+from dsde.policies.consultant import ConsultantStage
+from dsde.policies.cost import CostModel
+from dsde.policies.ddd import DDD
 from dsde.policies.dsde import DSDE
+from dsde.policies.gammatune import GammaTune
+from dsde.policies.gate import OnOffGate
+from dsde.policies.goodput import Goodput
+from dsde.policies.heuristic import Heuristic
+from dsde.policies.margin import Margin
 from dsde.policies.meancap import MeanCap
+from dsde.policies.nightjar import Nightjar
 from dsde.policies.off import Off
+from dsde.policies.percentilecap import PercentileCap
 from dsde.policies.presets import PAPER, PRESETS, RELEASE, Preset
 from dsde.policies.registry import POLICIES, STAGES, Entry, make_policy
 from dsde.policies.static import Static
+from dsde.policies.stopping import StoppingPolicy
+from dsde.policies.svip import SVIP
+from dsde.policies.tapout import TapOut
 
 __all__ = [
+    "DDD",
     "DSDE",
     "PAPER",
     "POLICIES",
     "PRESETS",
     "RELEASE",
     "STAGES",
+    "SVIP",
+    "AdaEDL",
+    "BatchTable",
     "BatchView",
+    "BudgetCap",
+    "Confidence",
+    "ConsultantStage",
+    "CostModel",
+    "EXP3Spec",
     "Entry",
+    "GammaTune",
+    "Goodput",
+    "Heuristic",
+    "Margin",
     "MeanCap",
     "Need",
+    "Nightjar",
     "Off",
+    "OnOffGate",
     "Outcome",
+    "PercentileCap",
     "Plan",
     "Policy",
     "Preset",
     "Stage",
     "Staged",
     "Static",
+    "StoppingPolicy",
+    "TapOut",
+    "UCBSpec",
     "make_policy",
 ]

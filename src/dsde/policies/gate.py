@@ -20,7 +20,7 @@ HORIZONS = (64, 1024)
 """steps of evidence: few, to follow a change; many, to see a small difference through the noise"""
 CERTAINTY = 3.0
 """standard errors between a mean and zero before it decides"""
-LEAST_EVIDENCE = 5
+LEAST_EVIDENCE = 3
 """steps before a verdict against speculation"""
 LEAST_PROBE = 4
 """steps before a verdict for it"""
@@ -92,7 +92,7 @@ class _Load:
         # The short one: over the long one a change of level would pass for noise. While off it holds one probe only.
         evidence = self.short if self.is_on else self.long
         num = evidence.num
-        if num >= LEAST_EVIDENCE and (self.is_on or self.noise is None):
+        if round(num) >= LEAST_EVIDENCE and (self.is_on or self.noise is None):
             # A few steps may agree by chance, as when all were rejected; as many usual ones temper them.
             self.noise = (num * evidence.variance + LEAST_EVIDENCE * usual_noise) / (num + LEAST_EVIDENCE)
 
@@ -101,7 +101,7 @@ class _Load:
         noise, least = self.noise, LEAST_EVIDENCE if self.is_on else LEAST_PROBE
         if noise is None:
             return
-        scores = [evidence.score(noise) for evidence in (self.short, self.long) if evidence.num >= least]
+        scores = [evidence.score(noise) for evidence in (self.short, self.long) if round(evidence.num) >= least]
         if not scores:
             return
         if self.is_on and min(scores) < -CERTAINTY:

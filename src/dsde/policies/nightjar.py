@@ -1,4 +1,4 @@
-"""A bandit over lengths by batch size, off included: Nightjar, a reconstruction from notes on the paper.
+"""A bandit over lengths by batch size, off included: Nightjar (arXiv 2512.22420), a reconstruction from notes on it.
 
 The objective and the scheme of blocks and bins are the paper's as reported; the length of a bin, that bins are counted
 within their block, and that an arm never tried is left to exploration are our reading. The cost of taking speculation

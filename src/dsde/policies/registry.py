@@ -15,16 +15,21 @@ from dsde.policies.adaedl import AdaEDL
 from dsde.policies.banditspec import EXP3Spec, UCBSpec
 from dsde.policies.base import Policy, Stage
 from dsde.policies.batchtable import EXAMPLE, BatchTable
+from dsde.policies.budgetcap import BudgetCap
 from dsde.policies.confidence import Confidence
 from dsde.policies.consultant import ConsultantStage
 from dsde.policies.ddd import DDD
 from dsde.policies.dsde import DSDE
 from dsde.policies.gammatune import GammaTune
+from dsde.policies.gate import OnOffGate
+from dsde.policies.goodput import Goodput
 from dsde.policies.heuristic import Heuristic
 from dsde.policies.limits import check_choice
 from dsde.policies.margin import Margin
 from dsde.policies.meancap import MeanCap
+from dsde.policies.nightjar import Nightjar
 from dsde.policies.off import Off
+from dsde.policies.percentilecap import PercentileCap
 from dsde.policies.rounding import Rounding
 from dsde.policies.static import Static
 from dsde.policies.svip import SVIP
@@ -200,6 +205,24 @@ def _make_tapout(options: Options) -> Policy:
     )
 
 
+def _make_goodput(options: Options) -> Policy:
+    return Goodput(**_words(options, "per"), **_numbers(options, "max"))
+
+
+def _make_nightjar(options: Options) -> Policy:
+    return Nightjar(**_numbers(options, "max", "seed"))
+
+
+def _make_percentilecap(options: Options) -> Stage:
+    return PercentileCap(**_numbers(options, "percentile"))
+
+
+def _make_budgetcap(options: Options) -> Stage:
+    if "tokens" not in options:
+        raise InvalidInput("the number of tokens is missing; write it as in budgetcap:64")
+    return BudgetCap(**_numbers(options, "tokens"))
+
+
 def _make_consultant(options: Options) -> Stage:
     return ConsultantStage(**_floats(options, "epsilon", "decay"))
 
@@ -291,6 +314,20 @@ POLICIES: dict[str, Entry[Policy]] = {
             "margin:0.2",
         ),
         Entry[Policy](
+            "goodput",
+            "most tokens a second by measured cost: SmartSpec, TurboSpec (arXiv 2406.14066; reconstruction)",
+            _make_goodput,
+            ("max", "per"),
+            "goodput:12,per=sequence",
+        ),
+        Entry[Policy](
+            "nightjar",
+            "a bandit over lengths by batch size, off included (arXiv 2512.22420; reconstruction)",
+            _make_nightjar,
+            ("max", "seed"),
+            "nightjar:5",
+        ),
+        Entry[Policy](
             "tapout",
             "a bandit over any policies and stops, one for the batch and step (arXiv 2511.02017; reconstruction)",
             _make_tapout,
@@ -308,6 +345,26 @@ STAGES: dict[str, Entry[Stage]] = {
             _make_meancap,
             ("rounding",),
             "static:4|meancap",
+        ),
+        Entry[Stage](
+            "percentilecap",
+            "nobody drafts more than a percentile of what the batch wants",
+            _make_percentilecap,
+            ("percentile",),
+            "dsde:cap=off|percentilecap:75",
+        ),
+        Entry[Stage](
+            "budgetcap",
+            "the batch drafts no more than so many tokens, the longest drafts lowered first",
+            _make_budgetcap,
+            ("tokens",),
+            "static:4|budgetcap:64",
+        ),
+        Entry[Stage](
+            "gate",
+            "no speculation while it measurably costs more than it brings",
+            lambda _: OnOffGate(),
+            example="dsde|gate",
         ),
         Entry[Stage](
             "consultant",

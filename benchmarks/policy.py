@@ -1,6 +1,6 @@
 """What a policy costs a step: microseconds of plan + observe on one core, and memory growth over a long run.
 
-Knows no model: outcomes are drawn at random, and drawing them is not timed. Target: under 1 ms for 256 sequences, and no
+Knows no model: outcomes are drawn at random, and drawing them is not timed. Target: under 1 ms for 256 sequences and no
 growth, for every policy and stage by its example. Run `python benchmarks/policy.py`.
 """
 

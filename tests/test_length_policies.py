@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsde.core.errors import InvalidInput
+from dsde.core.stops import Signal, StopBefore
 from dsde.policies import BatchView, MeanCap, Need, Outcome, Plan, Policy
 from dsde.policies.banditspec import BanditSpec, EXP3Spec, UCBSpec
 from dsde.policies.batchtable import BatchTable
 from dsde.policies.gammatune import GammaTune
+from dsde.policies.gammatuneplus import GammaTunePlus
 from dsde.policies.heuristic import Heuristic
 
 TABLE = [[1, 2, 6], [4, 8, 3], [20, 30, 0]]
@@ -657,3 +659,20 @@ def test_only_plain_decoding_as_an_arm() -> None:
         for _ in range(3):
             assert length_of(policy) == 0
             feed(policy, 0, 0)
+
+
+def test_gammatune_plus_is_gammatune_with_a_stop() -> None:
+    plain, plus = GammaTune(4, eta=0.3, delta=2, max=10), GammaTunePlus(0.25, initial=4, eta=0.3, delta=2, max=10)
+    rng = np.random.default_rng(0)
+    view = BatchView(np.arange(5), np.full(5, 50), np.zeros(5), 5)
+    for _ in range(100):
+        first, second = plain.plan(view), plus.plan(view)
+        np.testing.assert_array_equal(first.lengths, second.lengths)
+        stop = second.stop
+        assert isinstance(stop, StopBefore)
+        assert (stop.signal, stop.first_depth, stop.stops_above) == (Signal.TOP_PROB, 1, False)
+        np.testing.assert_array_equal(stop.thresholds, np.full(5, 0.25))
+        drafted = rng.integers(0, first.lengths + 1)
+        told = Outcome(view.slots, drafted, rng.integers(0, drafted + 1), np.empty(0), np.zeros(5))
+        plain.observe(told)
+        plus.observe(told)

@@ -527,3 +527,9 @@ def test_thousands_of_requests_a_second() -> None:
     print(f"{result.num_requests / seconds:,.0f} requests of 128 tokens a second at batch 64")
     assert result.num_requests >= 2000
     assert seconds < 10  # far from what it takes: a busy machine must not fail here
+
+
+@pytest.mark.parametrize("spec", ["tetris", "static:4|consultant"])
+def test_what_goes_by_probabilities_is_refused(spec: str) -> None:
+    with pytest.raises(InvalidInput, match="knows no probabilities"):
+        simulate(make_policy(spec), Iid(0.8).draw(4, 8, seed=0), FLAT, 2)

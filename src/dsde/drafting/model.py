@@ -57,14 +57,19 @@ class ModelDrafter:
         self.cache = self.model.new_cache(num_blocks)
 
     def propose(
-        self, sequences: list[Sequence], lengths: IntArray, stop: Stop | None = None, want_token_probs: bool = False
+        self,
+        sequences: list[Sequence],
+        lengths: IntArray,
+        stop: Stop | None = None,
+        want_token_probs: bool = False,
+        measured: Signal | None = None,
     ) -> Proposals:
         share = self.share(sequences, lengths)
         if len(share.order) == 0:
             return Proposals.nothing(len(sequences), self.model.device)
         lengths, order = share.lengths.copy(), share.order
         tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.int64, device=self.model.device)
-        probs = np.ones(tokens.shape)
+        probs, confidences = np.ones(tokens.shape), np.ones(tokens.shape)
         steps: list[DraftStep] = []
         logits = self._read(sequences, order, share.chunks, int((lengths > 0).sum()))
         for depth in range(tokens.shape[1]):
@@ -84,6 +89,8 @@ class ModelDrafter:
             drawn = self.sampler.draw(dist, rows, Purpose.DRAFT)
             tokens[owners, depth] = drawn
             steps.append(DraftStep(owners, logits, dist))
+            if measured is not None:
+                confidences[owners, depth] = measure(logits, measured)
             if want_token_probs or (isinstance(stop, StopAfter) and isinstance(stop.signal, TokenSignal)):
                 probs[owners, depth] = token_probs(logits, drawn)
             if isinstance(stop, StopAfter):
@@ -97,6 +104,7 @@ class ModelDrafter:
             lengths,
             steps,
             share.num_catch_up_tokens,
+            confidences[:, : int(lengths.max())] if measured is not None else None,
             probs[drafted] if want_token_probs else None,
         )
 

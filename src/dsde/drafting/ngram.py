@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dsde.core.sequence import Sequence
-from dsde.core.stops import Stop
+from dsde.core.stops import Signal, Stop
 from dsde.drafting.proposals import IntArray, Proposals
 
 
@@ -27,7 +27,12 @@ class NgramDrafter:
         pass
 
     def propose(
-        self, sequences: list[Sequence], lengths: IntArray, stop: Stop | None = None, want_token_probs: bool = False
+        self,
+        sequences: list[Sequence],
+        lengths: IntArray,
+        stop: Stop | None = None,
+        want_token_probs: bool = False,
+        measured: Signal | None = None,
     ) -> Proposals:
         found = [self._follow(s, int(k)) for s, k in zip(sequences, lengths, strict=True)]
         tokens = np.zeros((len(found), max(map(len, found), default=0)), dtype=np.int64)
@@ -37,6 +42,7 @@ class NgramDrafter:
         return Proposals(
             tokens=torch.from_numpy(tokens).to(self.device or "cpu"),
             lengths=counts,
+            confidences=None if measured is None else np.ones(tokens.shape),
             token_probs=np.ones(int(counts.sum())) if want_token_probs else None,
         )
 

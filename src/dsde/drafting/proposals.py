@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
-from dsde.core.stops import Stop
+from dsde.core.stops import Signal, Stop
 from dsde.sampling import Distributions
 
 IntArray = NDArray[np.int64]
@@ -27,6 +27,17 @@ class DraftStep:
     dist: Distributions
     """what the tokens were drawn from, for the acceptance test"""
 
+    def only(self, kept: NDArray[np.bool_]) -> DraftStep:
+        """The same for some of its sequences."""
+        if kept.all():
+            return self
+        rows = torch.from_numpy(kept).to(self.logits.device)
+        is_sampled = kept[self.dist.sampled]
+        sampled = (np.cumsum(kept) - 1)[self.dist.sampled[is_sampled]]
+        probs = self.dist.probs[torch.from_numpy(is_sampled).to(self.logits.device)]
+        dist = Distributions(self.dist.tokens[rows], sampled, probs)
+        return DraftStep(self.owners[kept], self.logits[rows], dist)
+
 
 @dataclass(slots=True)
 class Proposals:
@@ -38,6 +49,8 @@ class Proposals:
     steps: list[DraftStep] = field(default_factory=list)
     num_catch_up_tokens: IntArray | None = None
     """[sequences] tokens the draft had to read before its first own one, beyond the newest"""
+    confidences: NDArray[np.float64] | None = None
+    """[sequences, K] of the signal that a selection goes by; None: nobody asked"""
     token_probs: NDArray[np.float64] | None = None
     """[sum(lengths)] what the draft gave each of its tokens, raw, sequence after sequence; None: nobody asked"""
 
@@ -49,6 +62,19 @@ class Proposals:
     def nothing(num_sequences: int, device: torch.device) -> Proposals:
         tokens = torch.empty((num_sequences, 0), dtype=torch.int64, device=device)
         return Proposals(tokens, np.zeros(num_sequences, dtype=np.int64))
+
+    def cut(self, lengths: IntArray) -> Proposals:
+        """The beginnings of the drafts, so much of each; what is cut off was never proposed."""
+        kept = np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+        inner = (np.arange(self.tokens.shape[1]) < lengths[:, None])[kept]
+        steps = [step.only(lengths[step.owners] > depth) for depth, step in enumerate(self.steps)]
+        return replace(
+            self,
+            lengths=lengths,
+            tokens=self.tokens[:, : int(lengths.max(initial=0))],
+            steps=[step for step in steps if len(step.owners)],
+            token_probs=None if self.token_probs is None else self.token_probs[inner],
+        )
 
     def followed_by(self, num_sequences: int) -> Proposals:
         """The same, with sequences at the end for which nothing was drafted."""
@@ -66,6 +92,12 @@ class Drafter(Protocol):
         """Make room for that many KV blocks."""
 
     def propose(
-        self, sequences: list[Sequence], lengths: IntArray, stop: Stop | None = None, want_token_probs: bool = False
+        self,
+        sequences: list[Sequence],
+        lengths: IntArray,
+        stop: Stop | None = None,
+        want_token_probs: bool = False,
+        measured: Signal | None = None,
     ) -> Proposals:
-        """`stop` may end a draft early; a drafter whose tokens have no distribution has nothing to look at."""
+        """`stop` may end a draft early, `measured` is wanted as confidences. A drafter whose tokens have no
+        distribution has nothing to look at, and is sure of them."""

@@ -109,7 +109,8 @@ class DeviceExecutor:
     def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
         sequences = [*work.decodes, *(s for s, _ in work.prefills)] if work.prefills else work.decodes
         slots = self.table.update(sequences)
-        needs_host = wish.stop is not None or wish.want_token_probs or wish.consultant is not None
+        asked = (wish.stop, wish.budget, wish.consultant)
+        needs_host = wish.want_token_probs or any(rule is not None for rule in asked)
         looks_closer = needs_host and wish.lengths.any()
         if looks_closer or self.table.any_edited(sequences, slots):
             self._forget()

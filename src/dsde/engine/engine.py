@@ -252,6 +252,8 @@ class Engine:
         times.append(time.perf_counter())
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
         wish = DraftWish(plan.lengths, plan.stop, self._wants_klds(work.decodes), self.planner.needs_token_probs)
+        if plan.plan is not None:
+            wish.budget = plan.plan.budget
         if plan.plan is not None and plan.plan.consultant is not None:
             wish.consultant, wish.consulted = plan.plan.consultant, plan.rows
             drafting = plan.rows[plan.lengths[plan.rows] > 0]
@@ -318,10 +320,12 @@ class Engine:
         if not plan.lengths.any():
             return
         num_shorter = int((flight.drafted[: len(decodes)] < plan.lengths).sum())
-        if plan.stop is None:
-            self.metrics.num_undrafted += num_shorter
-        else:
+        if plan.plan is not None and plan.plan.budget is not None:
+            self.metrics.num_cut += num_shorter
+        elif plan.stop is not None:
             self.metrics.num_stopped += num_shorter
+        else:
+            self.metrics.num_undrafted += num_shorter
         if flight.num_catch_up_tokens is not None:
             self.metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens.sum())
             for i in np.flatnonzero(flight.num_catch_up_tokens):

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.core.consultant import Consultant
+from dsde.core.selection import VerifyBudget, select
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop
 from dsde.drafting import Drafter, Proposals
@@ -51,6 +52,7 @@ class DraftWish:
     stop: Stop | None = None
     want_klds: bool = False
     want_token_probs: bool = False
+    budget: VerifyBudget | None = None
     consultant: Consultant | None = None
     """for the sequences named by `consulted`"""
     consulted: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -146,7 +148,11 @@ class HostExecutor:
         if self.drafter is None or not wish.lengths.any():
             proposals = Proposals.nothing(len(work.decodes), self.target.model.device)
         else:
-            proposals = self.drafter.propose(work.decodes, wish.lengths, wish.stop, wish.want_token_probs)
+            budget = wish.budget
+            measured = None if budget is None else budget.signal
+            proposals = self.drafter.propose(work.decodes, wish.lengths, wish.stop, wish.want_token_probs, measured)
+            if budget is not None and proposals.confidences is not None:
+                proposals = proposals.cut(select(proposals.confidences, proposals.lengths, budget.num_tokens))
         times.append(time.perf_counter())
         logits, prompt_logits = self.target.run(work, proposals, scored)
         times.append(time.perf_counter())

@@ -22,6 +22,8 @@ class EngineMetrics(SpeculationCounts):
     """sequence-steps in which the draft had fewer tokens to offer than planned"""
     num_stopped: int = 0
     """sequence-steps whose draft a rule ended before its length was reached"""
+    num_cut: int = 0
+    """sequence-steps of whose drafts a budget left something unverified"""
     num_lossy: int = 0
     """sequence-steps whose drafts were judged by a rule that is not lossless"""
     num_host_steps: int = 0

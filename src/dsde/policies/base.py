@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsde.core.consultant import Consultant
+from dsde.core.selection import VerifyBudget
 from dsde.core.stops import Stop
 
 IntArray = NDArray[np.int64]
@@ -62,6 +63,8 @@ class Plan:
     """sequences whose length some stage lowered"""
     stop: Stop | None = None
     """ends drafts before their length is reached; its thresholds are in the order of the batch"""
+    budget: VerifyBudget | None = None
+    """how much of what was drafted the batch may have verified"""
     consultant: Consultant | None = None
     """accepts more than is lossless"""
 

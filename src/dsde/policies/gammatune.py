@@ -1,8 +1,7 @@
 """GammaTune: lengths from a moving average of accepted tokens, with jumps after success (arXiv 2504.00030).
 
 A reconstruction from descriptions of the paper: `eta`, `delta` and the range are a re-implementer's values. Knows, of
-every sequence, how many tokens were accepted. Does not know load or time, and never stops speculation. GammaTune+ also
-stops a draft at a token of low probability, which is not part of this.
+every sequence, how many tokens were accepted. Does not know load or time, and never stops speculation.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from dsde.policies.consultant import ConsultantStage
 from dsde.policies.ddd import DDD
 from dsde.policies.dsde import DSDE
 from dsde.policies.gammatune import GammaTune
+from dsde.policies.gammatuneplus import GammaTunePlus
 from dsde.policies.gate import OnOffGate
 from dsde.policies.goodput import Goodput
 from dsde.policies.heuristic import Heuristic
@@ -34,6 +35,7 @@ from dsde.policies.rounding import Rounding
 from dsde.policies.static import Static
 from dsde.policies.svip import SVIP
 from dsde.policies.tapout import TapOut
+from dsde.policies.tetris import Tetris
 
 Options = Mapping[str, str]
 T = TypeVar("T", Policy, Stage)
@@ -158,6 +160,15 @@ def _make_gammatune(options: Options) -> Policy:
     return GammaTune(**_numbers(options, "initial", "delta", "min", "max"), **_floats(options, "eta"))
 
 
+def _make_gammatuneplus(options: Options) -> Policy:
+    numbers = _numbers(options, "initial", "delta", "min", "max")
+    return GammaTunePlus(**_floats(options, "tau", "eta"), **numbers)
+
+
+def _make_tetris(options: Options) -> Policy:
+    return Tetris(**_numbers(options, "budget", "length"))
+
+
 def _make_ucbspec(options: Options) -> Policy:
     return UCBSpec(**_words(options, "lengths", "reward"), **_floats(options, "delta", "exploration", "discount"))
 
@@ -258,6 +269,13 @@ POLICIES: dict[str, Entry[Policy]] = {
             "gammatune:4,eta=0.3,max=10",
         ),
         Entry[Policy](
+            "gammatune+",
+            "the same, and stops before a token that the draft is not sure of (arXiv 2504.00030; reconstruction)",
+            _make_gammatuneplus,
+            ("tau", "initial", "eta", "delta", "min", "max"),
+            "gammatune+:0.3",
+        ),
+        Entry[Policy](
             "ucbspec",
             "BanditSpec: the length whose upper confidence bound is highest, one for the batch (arXiv 2505.15141)",
             _make_ucbspec,
@@ -326,6 +344,13 @@ POLICIES: dict[str, Entry[Policy]] = {
             _make_nightjar,
             ("max", "seed"),
             "nightjar:5",
+        ),
+        Entry[Policy](
+            "tetris",
+            "verifies only the batch's likeliest drafted tokens, so many of them (arXiv 2502.15197; reconstruction)",
+            _make_tetris,
+            ("budget", "length"),
+            "tetris:64,length=4",
         ),
         Entry[Policy](
             "tapout",

@@ -127,6 +127,8 @@ class _Simulator:
     def _decode(self, batch: BatchView, rows: IntArray, positions: IntArray) -> IntArray:
         """Plan, draft, verify and observe; returns how many were accepted."""
         plan = self.policy.plan(batch)
+        if plan.budget is not None or plan.consultant is not None:
+            raise InvalidInput("a simulation knows no probabilities of tokens, which this policy or stage goes by")
         drafted = passes = np.minimum(np.maximum(plan.lengths, 0), batch.rooms)
         if plan.stop is not None:
             drafted, passes = stop_drafts(plan.stop, self.requests, rows, positions, drafted)

@@ -251,14 +251,7 @@ class Engine:
         plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills))
         times.append(time.perf_counter())
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
-        wish = DraftWish(plan.lengths, plan.stop, self._wants_klds(work.decodes), self.planner.needs_token_probs)
-        if plan.plan is not None:
-            wish.budget = plan.plan.budget
-        if plan.plan is not None and plan.plan.consultant is not None:
-            wish.consultant, wish.consulted = plan.plan.consultant, plan.rows
-            drafting = plan.rows[plan.lengths[plan.rows] > 0]
-            self._note_lossy([work.decodes[i] for i in drafting.tolist()])
-        flight = self.executor.launch(work, wish, scored)
+        flight = self.executor.launch(work, self._wish(work.decodes, plan), scored)
         self._count_drafts(work.decodes, plan, flight)
         self.metrics.num_host_steps += self.executor.is_asynchronous and isinstance(flight, HostFlight)
         self.metrics.schedule_s += times[1] - times[0]
@@ -309,6 +302,15 @@ class Engine:
                 request.metrics.num_cached_prompt_tokens += sequence.num_computed
                 self.metrics.num_cached_prompt_tokens += sequence.num_computed
         return work
+
+    def _wish(self, decodes: list[Sequence], plan: LengthPlan) -> DraftWish:
+        wish = DraftWish(plan.lengths, plan.stop, self._wants_klds(decodes), self.planner.needs_token_probs)
+        if plan.plan is not None:
+            wish.budget = plan.plan.budget
+            wish.consultant, wish.consulted = plan.plan.consultant, plan.rows
+        if wish.consultant is not None:
+            self._note_lossy([decodes[i] for i in plan.rows.tolist() if plan.lengths[i] > 0])
+        return wish
 
     def _note_lossy(self, sequences: list[Sequence]) -> None:
         """Say so wherever these requests' figures are read."""

@@ -1,4 +1,4 @@
-"""Named arrays that travel to the device together: page-locked memory on the host, and its twin on the device.
+"""Named arrays that travel together, to a device or back: page-locked memory on the host, and its twin there.
 
 Knows which of them hold fractions, and nothing else of what they mean.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 _ALIGNMENT = 4
 """words; kernels load 16 bytes at a time"""
 
-FLOATS = frozenset({"inv_temperatures", "top_ps", "min_ps"})
+FLOATS = frozenset({"inv_temperatures", "top_ps", "min_ps", "klds", "entropies"})
 """names of arrays that hold float32; all others hold int32"""
 
 

@@ -60,8 +60,8 @@ _BUCKETS = _buckets()
 
 
 def bucket(count: int) -> int:
-    """The size that `count` is padded to; what no graph serves is not padded."""
-    return count if count > MOST_GRAPH_TOKENS else _BUCKETS[bisect_left(_BUCKETS, count)]
+    """The size that `count`, at most MOST_GRAPH_TOKENS, is padded to."""
+    return _BUCKETS[bisect_left(_BUCKETS, count)]
 
 
 def power_of_2(count: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from typing import cast
 
 from dsde.core.errors import InvalidInput
 from dsde.core.params import LONGEST_DRAFT as LONGEST
@@ -18,10 +18,11 @@ def check_whole(field: str, value: object, low: int, high: int) -> None:
 
 
 def check_real(field: str, value: object, low: float, high: float) -> None:
-    """`value` is a number within low..high, or InvalidInput."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and low <= float(cast(float, value)) <= high):
-        raise InvalidInput(f"{field} must be a number from {low:g} to {high:g}, not {value!r}")
+    """`value` is a finite number within low..high, or InvalidInput."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high:
+        return
+    span = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
+    raise InvalidInput(f"{field} must be a number {span}, not {value!r}")
 
 
 def check_choice(field: str, value: object, allowed: Collection[str]) -> None:

@@ -15,14 +15,7 @@ import numpy as np
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import FloatArray, IntArray
-
-
-def check_number(field: str, value: object, low: float, high: float) -> None:
-    """`value` is a finite number within low..high, or InvalidInput."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high:
-        return
-    span = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-    raise InvalidInput(f"{field} must be a number {span}, not {value!r}")
+from dsde.policies.limits import check_real
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +28,7 @@ class Line:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_number(field.name, getattr(self, field.name), 0.0, math.inf)
+            check_real(field.name, getattr(self, field.name), 0.0, math.inf)
 
     def seconds(self, num_tokens: int) -> float:
         return self.flat_s + self.each_s * max(num_tokens - self.num_flat, 0)
@@ -55,7 +48,7 @@ class Costs:
     """everything else, once a step"""
 
     def __post_init__(self) -> None:
-        check_number("step_s", self.step_s, 0.0, math.inf)
+        check_real("step_s", self.step_s, 0.0, math.inf)
         if not self.verify.flat_s + self.verify.each_s + self.step_s > 0:
             raise InvalidInput("verify must cost something, give flat_s above 0")
 

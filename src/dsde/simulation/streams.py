@@ -17,7 +17,7 @@ import numpy as np
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BoolArray, FloatArray
 from dsde.policies.dsde import LARGEST_KLD
-from dsde.simulation.costs import check_number
+from dsde.policies.limits import check_real
 from dsde.simulation.requests import Requests, Stream, check_size
 from dsde.simulation.traces import Recorded
 
@@ -52,7 +52,7 @@ class Iid(DrawnStream):
     """Every drafted token stands with the same probability, whatever happened before."""
 
     def __init__(self, rate: float = 0.8) -> None:
-        check_number("rate", rate, 0.0, 1.0)
+        check_real("rate", rate, 0.0, 1.0)
         self.rate = rate
 
     def rates(self, num_requests: int, num_tokens: int, rng: np.random.Generator) -> FloatArray:
@@ -63,9 +63,9 @@ class Phases(DrawnStream):
     """Easy and hard phases take turns in a request, `length` tokens each on average: a Markov chain of two states."""
 
     def __init__(self, easy: float = 0.95, hard: float = 0.4, length: float = 32) -> None:
-        check_number("easy rate", easy, 0.0, 1.0)
-        check_number("hard rate", hard, 0.0, 1.0)
-        check_number("length", length, 1.0, np.inf)
+        check_real("easy rate", easy, 0.0, 1.0)
+        check_real("hard rate", hard, 0.0, 1.0)
+        check_real("length", length, 1.0, np.inf)
         self.easy, self.hard, self.length = easy, hard, length
 
     def rates(self, num_requests: int, num_tokens: int, rng: np.random.Generator) -> FloatArray:
@@ -82,7 +82,7 @@ class Mixed(DrawnStream):
         if len(rates) < 2:
             raise InvalidInput("mixed needs two rates or more, as in mixed:0.95,0.4")
         for rate in rates:
-            check_number("rate", rate, 0.0, 1.0)
+            check_real("rate", rate, 0.0, 1.0)
         self.request_rates = rates
 
     def rates(self, num_requests: int, num_tokens: int, rng: np.random.Generator) -> FloatArray:

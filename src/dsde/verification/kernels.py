@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from dsde.device.launch import programmatic_launch
+from dsde.device.staging import Layout
 from dsde.sampling.kernels import (
     ACCEPT_NOISE,
     CHUNK,
@@ -46,8 +47,6 @@ _NUM_FACTS = 3
 """What the third kernel is told of a row: log-sum-exp, the same of the kept tempered logits, whether it draws."""
 _NUM_REVIEWS = 5
 """What it finds in a chunk: divergence, and for p - q and for p the winning weight and its place."""
-_ALIGNMENT = 4
-"""Words to which the parts of a buffer are rounded up, so that all start as aligned as the buffer."""
 
 
 @dataclass(slots=True)
@@ -90,26 +89,24 @@ class Findings:
 
     @staticmethod
     def num_words(num_sequences: int, max_length: int) -> int:
-        return sum(_aligned(num_sequences * width) for width in _part_widths(max_length))
+        return _layout(num_sequences, max_length).num_words
 
     @classmethod
     def within(cls, buffer: torch.Tensor, num_sequences: int, max_length: int) -> Findings:
         """The views of an existing buffer, say of a copy on the host."""
-        parts = []
-        begin = 0
-        for width in _part_widths(max_length):
-            parts.append(buffer[begin : begin + num_sequences * width].view(num_sequences, width))
-            begin += _aligned(num_sequences * width)
-        accepted, emitted, klds, entropies = parts
-        return cls(buffer, accepted.view(-1), emitted, klds.view(torch.float32), entropies.view(torch.float32))
+        parts = _layout(num_sequences, max_length).views(buffer)
+        return cls(
+            buffer,
+            parts["accepted"],
+            parts["emitted"].view(num_sequences, max_length + 1),
+            parts["klds"].view(num_sequences, max_length),
+            parts["entropies"].view(num_sequences, max_length),
+        )
 
 
-def _part_widths(max_length: int) -> tuple[int, int, int, int]:
-    return 1, max_length + 1, max_length, max_length
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _layout(num_sequences: int, max_length: int) -> Layout:
+    widths = {"accepted": 1, "emitted": max_length + 1, "klds": max_length, "entropies": max_length}
+    return Layout({name: num_sequences * width for name, width in widths.items()})
 
 
 def judge(

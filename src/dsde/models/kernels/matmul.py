@@ -64,14 +64,13 @@ def skinny_linear(
     gate: Activation | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias` for `x` [M, K] of at most `MAX_TOKENS` rows and `weight` [N, K].
 
     `norm_weight` [K]: `x` is RMS-normed first. `gate`: the first half of the weight's rows gives gates, the second what
     they let through, and the result is [M, N / 2]. `residual` [M, N]: the result is added to it in place, and it is
-    returned. `out` receives the result otherwise; without it a tensor is made, of `out_dtype` or the dtype of `x`.
+    returned. `out` receives the result otherwise; without it a tensor is made.
     `tile` overrides what the shape suggests.
     """
     num_tokens, width = x.shape
@@ -79,7 +78,7 @@ def skinny_linear(
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((num_tokens, num_outputs), dtype=out_dtype or x.dtype, device=x.device)
+        out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
     if tile is None:
         tile = choose_tile(num_tokens, weight, gate is not None)
     if isinstance(tile, FragmentTile):

@@ -964,3 +964,19 @@ def test_no_graph_outlives_what_it_points_to(way: Way) -> None:
     outputs |= run(engine)
     expected = way.alone([(prompt, GREEDY) for prompt in prompts])
     assert [outputs[name].outputs[0].token_ids for name in names] == [o.outputs[0].token_ids for o in expected]
+
+
+@pytest.mark.parametrize(("draft", "policy"), [("close", "static:3"), ("none", "off")], ids=["ahead", "following"])
+def test_a_head_start_draws_what_would_have_been_drawn(way: Way, draft: str, policy: str) -> None:
+    """Unseeded draws are keyed by the step: one made before the host knows of the step must have its numbers."""
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    prompts = [[i + 1, 3, 5] for i in range(6)]
+
+    def texts() -> list[list[int]]:
+        outputs = complete(way.engine(draft, policy, max_num_seqs=6), prompts, params)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with_head_start = texts()
+    way.monkeypatch.setattr(drafting_device.DeviceDrafter, "read_ahead", lambda *_: False)
+    way.monkeypatch.setattr(DeviceExecutor, "follow", lambda *_: None)
+    assert texts() == with_head_start

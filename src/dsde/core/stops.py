@@ -56,10 +56,34 @@ class StopAfter:
     stops_above: bool
 
 
-Stop = StopBefore | StopAfter
+@dataclass(slots=True)
+class StopByWorth:
+    """Stop where the next token would not earn what it costs.
+
+    A token is worth the chance that the whole draft stands up to and including it: the product, along the draft, of
+    each position's chance to be accepted, whose log-odds are `offsets` plus `weights` times (square root of the
+    entropy, top probability, margin). All three are of the draft's distribution, so a token that is not drawn for what
+    it is worth was never looked at.
+    """
+
+    weights: FloatArray
+    """[3]"""
+    offsets: FloatArray
+    """[sequences] infinite: never stopped, and worth any pass"""
+    outlooks: FloatArray
+    """[sequences] chance to be accepted of a position that has not been looked at yet"""
+    keep_above: float
+    """what it costs, in tokens, to verify one more"""
+    go_on_above: float
+    """what it costs to draft and verify one more, for a sequence in a pass that is made anyway"""
+    pass_above: float
+    """what a pass costs, whoever takes part: it is made if those who would go on are together worth more"""
 
 
-def is_beyond(stop: Stop, rows: NDArray[np.int64], values: FloatArray) -> NDArray[np.bool_]:
+Stop = StopBefore | StopAfter | StopByWorth
+
+
+def is_beyond(stop: StopBefore | StopAfter, rows: NDArray[np.int64], values: FloatArray) -> NDArray[np.bool_]:
     """Whether the rule ends the drafts of these sequences, whose signal has these values."""
     thresholds = stop.thresholds[rows]
     beyond: NDArray[np.bool_] = values > thresholds if stop.stops_above else values < thresholds

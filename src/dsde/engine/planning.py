@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
-from dsde.core.stops import Stop
+from dsde.core.stops import Stop, StopByWorth
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
 from dsde.policies import BatchView, Need, Off, Outcome, Plan, Policy
@@ -135,6 +135,10 @@ def _spread(plan: Plan | None, rows: IntArray, num_decoding: int) -> Stop | None
     """A policy's stop with thresholds for everybody: those it does not choose for are never stopped."""
     if plan is None or plan.stop is None:
         return None
+    if isinstance(plan.stop, StopByWorth):
+        offsets, outlooks = np.full(num_decoding, np.inf), np.ones(num_decoding)
+        offsets[rows], outlooks[rows] = plan.stop.offsets, plan.stop.outlooks
+        return replace(plan.stop, offsets=offsets, outlooks=outlooks)
     thresholds = np.full(num_decoding, np.inf if plan.stop.stops_above else -np.inf)
     thresholds[rows] = plan.stop.thresholds
     return replace(plan.stop, thresholds=thresholds)

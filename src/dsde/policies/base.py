@@ -28,6 +28,7 @@ class Need(Flag):
     NOTHING = 0
     KLD = auto()
     TOKEN_PROB = auto()
+    DRAFT_SIGNALS = auto()
 
 
 @dataclass(slots=True)
@@ -83,6 +84,9 @@ class Outcome:
     temperatures: FloatArray
     token_probs: FloatArray = field(default_factory=lambda: np.empty(0))
     """[sum(drafted)] what the draft gave each of its tokens, likewise; empty unless Need.TOKEN_PROB"""
+    draft_signals: FloatArray = field(default_factory=lambda: np.empty((0, 3)))
+    """[sum(drafted), 3] entropy, top probability and margin of the draft's distribution there, likewise; empty unless
+    Need.DRAFT_SIGNALS"""
     draft_s: float = 0.0
     """seconds that drafting took, for the whole batch"""
     verify_s: float = 0.0
@@ -94,6 +98,8 @@ class Outcome:
     """drafted by the whole batch, requests that fixed their own length included"""
     num_draft_passes: int = 0
     """passes of the draft: the longest length of the whole batch"""
+    num_catch_up_tokens: int = 0
+    """tokens that the draft read because it had not seen them, beyond the newest of each sequence"""
 
 
 class Stage(ABC):

@@ -10,7 +10,10 @@ from pathlib import Path
 import dsde
 
 ROOT = Path(dsde.__file__).parent
-LAYERS = ["core", "policies", "simulation", "device", "models", "sampling", "drafting", "verification", "engine", "cli"]
+LAYERS = [
+    *("core", "policies", "simulation", "device", "models", "sampling", "drafting", "verification", "engine"),
+    *("server", "cli"),
+]
 """from the bottom up"""
 ALLOWED = {name: set(LAYERS[: LAYERS.index(name) + 1]) for name in LAYERS}
 ALLOWED["device"] -= {"policies"}

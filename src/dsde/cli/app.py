@@ -9,6 +9,7 @@ import typer
 
 from dsde import __version__
 from dsde.core.params import SamplingParams
+from dsde.server.settings import ServerSettings
 
 app = typer.Typer(
     name="dsde",
@@ -105,6 +106,36 @@ def generate(
 
     choice = ModelChoice(target, draft, policy, speculative_config, dtype, device)
     run_generate(prompt, choice, params, raw=raw, trace=trace, as_json=as_json)
+
+
+@app.command()
+def serve(
+    target: Annotated[
+        str | None, typer.Option(help="Hub id, folder or GGUF file. Default: the embedded model.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help='As target; or "embedded", "ngram", "none", "skip:12-15", "noise:0.1", "round:4".'),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = "dsde",
+    speculative_config: Annotated[
+        str | None, typer.Option(help='vLLM\'s JSON form, e.g. \'{"model": "ngram", "num_speculative_tokens": 4}\'.')
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = ServerSettings.host,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = ServerSettings.port,
+    api_key: Annotated[list[str] | None, typer.Option(help="Key that requests must bring; may be repeated.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
+    dashboard: Annotated[bool, typer.Option(help="Serve /dashboard.")] = True,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Serve models over the OpenAI API."""
+    settings = ServerSettings(host=host, port=port, api_keys=tuple(api_key or ()), dashboard=dashboard)
+    from dsde.cli.generate import ModelChoice
+    from dsde.cli.serve import run_serve
+
+    choice = ModelChoice(target, draft, policy, speculative_config, dtype, device)
+    run_serve(choice, settings, max_num_seqs)
 
 
 @app.command()

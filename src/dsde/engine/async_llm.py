@@ -1,16 +1,26 @@
 """`AsyncLLM`: one engine for many callers at once, for servers.
 
 Steps run on a thread of their own, so that the event loop stays free; callers await chunks. The engine itself is
-touched by that thread alone: requests and aborts reach it through a queue.
+touched by that thread alone: requests and aborts reach it through a queue. What others may read of it at any time are
+numbers, for metrics.
+
+Whoever wants to see all of it adds a function to `AsyncLLM.listeners`: after every step the engine's thread calls it
+with the `StepOutput` (chunks of all requests, those that finished) whose `records` then hold a `StepRecord` of every
+sequence that decoded. The first `accepted` tokens of a chunk are the draft's, the last one is the target's own; a
+chunk without a record ended a prompt. `AsyncLLM.engine.requests` may be read within the call, and whoever finished or
+left is no longer in it. A listener must be quick and hand on what takes long. Records are not made while there is no
+listener; it may be added and removed at any time from any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +30,10 @@ from dsde.core.outputs import RequestOutput, StreamChunk
 from dsde.core.params import SamplingParams
 from dsde.engine.engine import Engine, StepOutput
 
+logger = logging.getLogger(__name__)
+
 Event = StreamChunk | RequestOutput | BaseException
+Listener = Callable[[StepOutput], None]
 
 
 @dataclass(slots=True)
@@ -29,8 +42,16 @@ class _Caller:
     events: asyncio.Queue[Event]
 
     def tell(self, event: Event) -> None:
-        with suppress(RuntimeError):  # the caller's event loop has closed: nobody is left to tell
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+        _send(self.loop, [(self, event)])
+
+
+def _send(loop: asyncio.AbstractEventLoop, events: list[tuple[_Caller, Event]]) -> None:
+    def deliver() -> None:
+        for caller, event in events:
+            caller.events.put_nowait(event)
+
+    with suppress(RuntimeError):  # the callers' event loop has closed: nobody is left to tell
+        loop.call_soon_threadsafe(deliver)
 
 
 @dataclass(slots=True)
@@ -48,6 +69,7 @@ class EngineStopped(DsdeError):
 class AsyncLLM:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.listeners: list[Listener] = []
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._callers: dict[str, _Caller] = {}
         self._numbers = itertools.count()
@@ -63,7 +85,7 @@ class AsyncLLM:
         params: SamplingParams,
         request_id: str | None = None,
         trace: bool = False,
-    ) -> AsyncIterator[StreamChunk | RequestOutput]:
+    ) -> AsyncGenerator[StreamChunk | RequestOutput]:
         """Chunks as they come, then the finished request. Leaving the loop, or being cancelled, ends the request."""
         name = request_id or f"async-{next(self._numbers)}"
         caller = _Caller(asyncio.get_running_loop(), asyncio.Queue())
@@ -93,22 +115,39 @@ class AsyncLLM:
         reason = EngineStopped("The engine has been shut down.")
         try:
             while self._take_jobs():
+                self.engine.watched = bool(self.listeners)
                 try:
                     output = self.engine.step()
                 except OutOfMemory as error:  # once may be bad luck: graphs have been given back since
                     output = self._step_again(error)
-                for chunk in output.chunks:
-                    if caller := self._callers.get(chunk.request_id):
-                        caller.tell(chunk)
-                for finished in output.finished:
-                    if caller := self._callers.pop(finished.request_id, None):
-                        caller.tell(finished)
+                self._tell(output)
+                for listener in list(self.listeners):
+                    self._call(listener, output)
         except BaseException as error:  # whatever it was, nobody may be left waiting
             reason = EngineStopped(f"The engine failed: {error}")
             reason.__cause__ = error
         with self._gate:
             self._stopped = True
         self._end_all(reason)
+
+    def _tell(self, output: StepOutput) -> None:
+        """Hand out what a step gave, waking every event loop once."""
+        news: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Caller, Event]]] = defaultdict(list)
+        for chunk in output.chunks:
+            if caller := self._callers.get(chunk.request_id):
+                news[caller.loop].append((caller, chunk))
+        for finished in output.finished:
+            if caller := self._callers.pop(finished.request_id, None):
+                news[caller.loop].append((caller, finished))
+        for loop, events in news.items():
+            _send(loop, events)
+
+    def _call(self, listener: Listener, output: StepOutput) -> None:
+        try:
+            listener(output)
+        except Exception:  # somebody who only looks on must not stop the engine
+            logger.exception("A listener failed and is removed.")
+            self.listeners.remove(listener)
 
     def _step_again(self, shortage: OutOfMemory) -> StepOutput:
         """A second attempt; if that fails as well, whoever is running is told, and the engine is ready for others."""

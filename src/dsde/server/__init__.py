@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP. Needs the `server` extra: `pip install "dsde[server]"`."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dsde import SamplingParams
-from dsde.core.selection import select
-from dsde.policies.tetris import Tetris
+from dsde.core.selection import VerifyBudget
+from dsde.core.stops import Signal
 from test_lossless_distribution import DRAFTS, LENGTH, TOO_UNLIKELY, enumerate_outputs, p_value, sample_outputs
 from tiny import complete, make_engine, tiny_model
 
@@ -27,21 +27,22 @@ def test_the_best_sum_of_scores_of_all_ways_to_cut() -> None:
 
         ways = itertools.product(*(range(length + 1) for length in lengths))
         best = max(worth(way) for way in ways if sum(way) <= budget)
-        kept = select(confidences, lengths, budget)
+        kept = VerifyBudget(Signal.TOP_PROB, budget).select(confidences, lengths, np.arange(4))
         assert (kept <= lengths).all()
         assert kept.sum() == min(budget, lengths.sum())
         assert worth(tuple(kept)) == pytest.approx(best)
 
 
 def test_equal_scores_keep_beginnings() -> None:
-    assert select(np.ones((3, 4)), np.array([4, 4, 4]), 5).tolist() == [2, 2, 1]
+    budget = VerifyBudget(Signal.TOP_PROB, 5)
+    assert budget.select(np.ones((3, 4)), np.array([4, 4, 4]), np.arange(3)).tolist() == [2, 2, 1]
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["free", "seeded"])
 @pytest.mark.parametrize("draft", ["close", "far", "ngram"])
 def test_lossless_however_much_is_cut(draft: str, seeded: bool) -> None:
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
-    counts = sample_outputs(DRAFTS[draft], Tetris(budget=150, length=3), params, seeded, 2500)
+    counts = sample_outputs(DRAFTS[draft], "tetris:150,length=3", params, seeded, 2500)
     assert p_value(enumerate_outputs(params), counts) > TOO_UNLIKELY
 
 
@@ -51,7 +52,7 @@ def test_greedy_text_is_that_of_the_target_alone(budget: int) -> None:
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = complete(make_engine(target, None), prompts, params)
-    engine = make_engine(target, draft, Tetris(budget, length=3))
+    engine = make_engine(target, draft, f"tetris:{budget},length=3")
     outputs = complete(engine, prompts, params)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
     assert (engine.metrics.num_cut > 0) == (budget < 9)

@@ -50,6 +50,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     speculation: Speculation = "on"
     """"on": the policy chooses; "off": never draft for this request; a number: always draft that many"""
+    slo_tpot_ms: float | None = None
+    """milliseconds a token, after the first, that the request should take; for policies that look at it"""
 
     def __post_init__(self) -> None:
         for name, empty in (("logit_bias", {}), ("stop", []), ("stop_token_ids", [])):
@@ -79,6 +81,8 @@ class SamplingParams:
             if isinstance(self.speculation, str):
                 raise InvalidInput(f'speculation must be "on", "off" or a whole number, got "{self.speculation}".')
             self._check_whole("speculation", self.speculation, 0, LONGEST_DRAFT)
+        if self.slo_tpot_ms is not None:
+            self._check_real("slo_tpot_ms", self.slo_tpot_ms, 0.0, math.inf, open_below=True)
 
     @property
     def greedy(self) -> bool:

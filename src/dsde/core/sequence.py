@@ -40,6 +40,8 @@ class Sequence:
     """row of this sequence in tables of state, the policy's above all, from first admission to the end"""
     num_steps: int = 0
     """steps in which it decoded; keys the random numbers of drafting and acceptance"""
+    first_token_at: float = 0.0
+    """when its first token was emitted, on the clock of `time.perf_counter`"""
 
     # scheduler
     status: Status = Status.WAITING

@@ -307,7 +307,7 @@ class Engine:
         wish = DraftWish(plan.lengths, plan.stop, self._wants_klds(decodes), self.planner.needs_token_probs)
         if plan.plan is not None:
             wish.budget = plan.plan.budget
-            wish.consultant, wish.consulted = plan.plan.consultant, plan.rows
+            wish.consultant, wish.chosen = plan.plan.consultant, plan.rows
         if wish.consultant is not None:
             self._note_lossy([decodes[i] for i in plan.rows.tolist() if plan.lengths[i] > 0])
         return wish
@@ -371,6 +371,7 @@ class Engine:
                 self._end(request, completion, completion.finish_reason)
             emissions.append(_Emission(request, completion, kept, drafted, accepted))
         return emissions
+            sequence.first_token_at = sequence.first_token_at or time.perf_counter()
 
     def _report(self) -> StepOutput:
         """Count, stream, close: nothing that the next step waits for."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.core.consultant import Consultant
-from dsde.core.selection import VerifyBudget, select
+from dsde.core.selection import VerifyBudget
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop
 from dsde.drafting import Drafter, Proposals
@@ -54,8 +54,8 @@ class DraftWish:
     want_token_probs: bool = False
     budget: VerifyBudget | None = None
     consultant: Consultant | None = None
-    """for the sequences named by `consulted`"""
-    consulted: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    chosen: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """sequences that budget and consultant are for: those whose length the policy chose"""
 
 
 @dataclass(slots=True)
@@ -149,10 +149,11 @@ class HostExecutor:
             proposals = Proposals.nothing(len(work.decodes), self.target.model.device)
         else:
             budget = wish.budget
-            measured = None if budget is None else budget.signal
-            proposals = self.drafter.propose(work.decodes, wish.lengths, wish.stop, wish.want_token_probs, measured)
-            if budget is not None and proposals.confidences is not None:
-                proposals = proposals.cut(select(proposals.confidences, proposals.lengths, budget.num_tokens))
+            want_signals = wish.want_draft_signals or budget is not None
+            proposals = self.drafter.propose(work.decodes, wish.lengths, wish.stop, wish.want_token_probs, want_signals)
+            if budget is not None and proposals.signals is not None:
+                confidences = proposals.signals[:, :, SIGNALS.index(budget.signal)]
+                proposals = proposals.cut(budget.select(confidences, proposals.lengths, wish.chosen))
         times.append(time.perf_counter())
         logits, prompt_logits = self.target.run(work, proposals, scored)
         times.append(time.perf_counter())
@@ -161,7 +162,7 @@ class HostExecutor:
         leniency = None
         if wish.consultant is not None:
             chosen = np.zeros(len(judged), dtype=bool)
-            chosen[wish.consulted] = True
+            chosen[wish.chosen] = True
             leniency = (wish.consultant, chosen)
         verdict = verify(logits, judged, proposals, self.sampler, wish.want_klds, self.synthetic_acceptance, leniency)
         times.append(time.perf_counter())

@@ -14,7 +14,7 @@ from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop, StopByWorth
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
-from dsde.policies import BatchView, Need, Off, Outcome, Plan, Policy
+from dsde.policies import BatchView, Need, Off, Outcome, Pace, Plan, Policy
 
 IntArray = NDArray[np.int64]
 
@@ -85,6 +85,7 @@ class Planner:
             plan = self.policy.plan(batch)
             planned[rows] = np.minimum(np.maximum(plan.lengths, 0), batch.rooms)
             self.metrics.num_capped += plan.num_lowered
+            pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
         lengths = planned
         if planned.any():
             reserve = self.scheduler.reserve
@@ -134,6 +135,16 @@ class Planner:
 def _spread(plan: Plan | None, rows: IntArray, num_decoding: int) -> Stop | None:
     """A policy's stop with thresholds for everybody: those it does not choose for are never stopped."""
     if plan is None or plan.stop is None:
+def _pace(sequences: list[Sequence]) -> Pace:
+    now = time.perf_counter()
+    targets_ms = [s.params.slo_tpot_ms for s in sequences]
+    return Pace(
+        tpot_s=np.array([np.inf if target is None else target / 1e3 for target in targets_ms]),
+        elapsed_s=now - np.array([s.first_token_at for s in sequences]),
+        num_emitted=np.array([s.num_output_tokens - 1 for s in sequences], dtype=np.int64),
+    )
+
+
         return None
     if isinstance(plan.stop, StopByWorth):
         offsets, outlooks = np.full(num_decoding, np.inf), np.ones(num_decoding)

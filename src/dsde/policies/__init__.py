@@ -1,8 +1,10 @@
 """How many tokens every sequence drafts. NumPy only: knows nothing of models, tokens or the engine."""
 
 from dsde.policies.adaedl import AdaEDL
+from dsde.policies.adaptiveverify import AdaptiveVerify
+from dsde.policies.adaserve import AdaServe
 from dsde.policies.banditspec import EXP3Spec, UCBSpec
-from dsde.policies.base import BatchView, Need, Outcome, Plan, Policy, Stage, Staged
+from dsde.policies.base import BatchView, Need, Outcome, Pace, Plan, Policy, Stage, Staged
 from dsde.policies.batchtable import BatchTable
 from dsde.policies.budgetcap import BudgetCap
 from dsde.policies.confidence import Confidence
@@ -25,6 +27,7 @@ from dsde.policies.static import Static
 from dsde.policies.stopping import StoppingPolicy
 from dsde.policies.svip import SVIP
 from dsde.policies.tapout import TapOut
+from dsde.policies.tetris import Tetris
 
 __all__ = [
     "DDD",
@@ -36,6 +39,8 @@ __all__ = [
     "STAGES",
     "SVIP",
     "AdaEDL",
+    "AdaServe",
+    "AdaptiveVerify",
     "BatchTable",
     "BatchView",
     "BudgetCap",
@@ -54,6 +59,7 @@ __all__ = [
     "Off",
     "OnOffGate",
     "Outcome",
+    "Pace",
     "PercentileCap",
     "Plan",
     "Policy",
@@ -63,6 +69,7 @@ __all__ = [
     "Static",
     "StoppingPolicy",
     "TapOut",
+    "Tetris",
     "UCBSpec",
     "make_policy",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Flag, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 from dsde.core.consultant import Consultant
 from dsde.core.selection import VerifyBudget
 from dsde.core.stops import Stop
+
+if TYPE_CHECKING:
+    from dsde.policies.cost import CostModel
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -29,6 +33,19 @@ class Need(Flag):
     KLD = auto()
     TOKEN_PROB = auto()
     DRAFT_SIGNALS = auto()
+    PACE = auto()
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast sequences should go, and how fast they have gone since their first token."""
+
+    tpot_s: FloatArray
+    """[batch] seconds a token that the request asked for; infinite: it did not ask"""
+    elapsed_s: FloatArray
+    """[batch] since its first token"""
+    num_emitted: IntArray
+    """[batch] tokens since then, the first one not counted"""
 
 
 @dataclass(slots=True)
@@ -44,6 +61,8 @@ class BatchView:
     num_waiting: int = 0
     num_prompt_tokens: int = 0
     """tokens of prompts that the same target pass reads"""
+    pace: Pace | None = None
+    """None unless Need.PACE"""
 
 
 @dataclass(slots=True)
@@ -107,6 +126,11 @@ class Stage(ABC):
 
     needs: Need = Need.NOTHING
 
+    @property
+    def cost_models(self) -> list[CostModel]:
+        """As of a policy."""
+        return []
+
     @abstractmethod
     def apply(self, plan: Plan, batch: BatchView) -> None:
         """Lower `plan.lengths` in place; say in `plan.cap` what was done."""
@@ -122,6 +146,11 @@ class Policy(ABC):
     """Chooses how many tokens every sequence drafts. Uses only the past, so any policy is lossless."""
 
     needs: Need = Need.NOTHING
+
+    @property
+    def cost_models(self) -> list[CostModel]:
+        """What it has learnt of seconds, to be shown, saved and restored; empty if it does not look at them."""
+        return []
 
     @abstractmethod
     def plan(self, batch: BatchView) -> Plan:
@@ -146,6 +175,11 @@ class Staged(Policy):
         self.needs = policy.needs
         for stage in stages:
             self.needs |= stage.needs
+
+    @property
+    def cost_models(self) -> list[CostModel]:
+        parts: list[Policy | Stage] = [self.policy, *self.stages]
+        return [model for part in parts for model in part.cost_models]
 
     def plan(self, batch: BatchView) -> Plan:
         plan = self.policy.plan(batch)

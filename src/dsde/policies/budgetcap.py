@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dsde.policies.base import BatchView, IntArray, Plan, Stage
-from dsde.policies.limits import check_whole
-
-LARGEST_BUDGET = 1_000_000
+from dsde.policies.limits import LARGEST_BUDGET, check_whole
 
 
 class BudgetCap(Stage):

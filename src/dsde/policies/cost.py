@@ -195,6 +195,11 @@ class CostModel:
             return self._draft.seconds(batch_sizes)
         return DRAFT_SHARE * self._verify.seconds(batch_sizes)
 
+    def drafting_s(self, lengths: IntArray) -> float:
+        """Of drafting so far for every sequence, nobody having to catch up."""
+        num_passes = int(lengths.max(initial=0))
+        return num_passes * float(self.draft_s(lengths.sum() / num_passes)) if num_passes else 0.0
+
     def verify_s(self, tokens: ArrayLike) -> FloatArray:
         """Of one verification of so many packed tokens."""
         return self._verify.seconds(tokens)
@@ -287,15 +292,19 @@ class CostModel:
     def from_dict(cls, saved: dict[str, Any]) -> CostModel:
         """The model that `to_dict` saved. Raises InvalidInput where it is none."""
         model = cls()
+        model.restore(saved)
+        return model
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `to_dict` saved, nothing having been measured yet. Raises InvalidInput where it is none."""
         try:
             if saved["version"] != 1:
                 raise ValueError("version")
-            model._verify.restore(saved["verify"])
-            model._draft.restore(saved["draft"])
-            model._catch_up.restore(saved["catch_up"])
+            self._verify.restore(saved["verify"])
+            self._draft.restore(saved["draft"])
+            self._catch_up.restore(saved["catch_up"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"this is no saved cost model ({error}); measure again without it") from None
-        return model
 
 
 def count_tokens(outcome: Outcome) -> int:

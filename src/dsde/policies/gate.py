@@ -135,6 +135,10 @@ class OnOffGate(Stage):
         """whether the step before drafted"""
 
     @property
+    def cost_models(self) -> list[CostModel]:
+        return [self.cost]
+
+    @property
     def is_on(self) -> bool:
         """Whether speculation is on at every load seen."""
         return all(load.is_on for load in self._loads.values())
@@ -211,10 +215,9 @@ class OnOffGate(Stage):
         if self._was_speculating and load.saved_up_s > 0 and load.short.mean > 0:
             return True
         base = max(batch.num_decoding, batch.slots.size) + batch.num_prompt_tokens
-        num_drafted, num_passes = int(plan.lengths.sum()), int(plan.lengths.max())
-        plain_s, verify_s = self.cost.verify_s([base, base + num_drafted]).tolist()
-        draft_s = num_passes * float(self.cost.draft_s(max(num_drafted / num_passes, 1.0)))
-        price_s = draft_s + float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) + verify_s - plain_s
+        plain_s, verify_s = self.cost.verify_s([base, base + int(plan.lengths.sum())]).tolist()
+        catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
+        price_s = self.cost.drafting_s(plan.lengths) + catch_up_s + verify_s - plain_s
         load.saved_up_s = min(load.saved_up_s, 2 * price_s)
         if load.saved_up_s < price_s:
             return False

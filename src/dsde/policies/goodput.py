@@ -68,6 +68,10 @@ class Goodput(Policy):
         self._is_probing = False
 
     @property
+    def cost_models(self) -> list[CostModel]:
+        return [self.cost]
+
+    @property
     def alpha(self) -> float:
         """Acceptance rate of the batch."""
         return self._num_accepted / self._num_tested

@@ -8,7 +8,10 @@ from collections.abc import Collection
 from dsde.core.errors import InvalidInput
 from dsde.core.params import LONGEST_DRAFT as LONGEST
 
-__all__ = ["LONGEST", "check_choice", "check_real", "check_whole"]
+__all__ = ["LARGEST_BUDGET", "LONGEST", "check_choice", "check_real", "check_whole"]
+
+LARGEST_BUDGET = 1_000_000
+"""most tokens a step that a whole batch may be given"""
 
 
 def check_whole(field: str, value: object, low: int, high: int) -> None:

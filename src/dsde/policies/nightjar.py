@@ -57,6 +57,10 @@ class Nightjar(Policy):
         self._is_off = False
         """whether nobody drafted in the step before"""
 
+    @property
+    def cost_models(self) -> list[CostModel]:
+        return [self.cost]
+
     def plan(self, batch: BatchView) -> Plan:
         num = batch.slots.size
         context = self._context(max(batch.num_decoding, num))

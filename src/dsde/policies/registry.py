@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar, cast
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.adaedl import AdaEDL
+from dsde.policies.adaptiveverify import AdaptiveVerify
+from dsde.policies.adaserve import AdaServe, DepthByLoad
 from dsde.policies.banditspec import EXP3Spec, UCBSpec
 from dsde.policies.base import Policy, Stage
 from dsde.policies.batchtable import EXAMPLE, BatchTable
@@ -57,21 +59,22 @@ class Entry(Generic[T]):
 def make_policy(spec: str) -> Policy:
     """The policy that `spec` names, with fresh state. Raises InvalidInput, naming the part that is wrong."""
     first, *rest = (part.strip() for part in _split(spec, "|"))
-    policy = _build(first, POLICIES, "policy", "stage" if _name(first) in STAGES else None)
+    policy = _build(first, POLICIES, "policy")
     for part in rest:
-        policy = policy | _build(part, STAGES, "stage", "policy" if _name(part) in POLICIES else None)
+        policy = policy | _build(part, STAGES, "stage")
     return policy
 
 
-def _build(part: str, entries: Mapping[str, Entry[T]], kind: str, misplaced: str | None) -> T:
-    name, known = _name(part), ", ".join(entries)
-    if misplaced:
-        raise InvalidInput(
-            f"{name!r} is a {misplaced} where a {kind} is expected; write policy|stage, as in static:4|meancap"
-        )
+def _build(part: str, entries: Mapping[str, Entry[T]], kind: str) -> T:
+    name = _name(part)
     if name not in entries:
+        if name in POLICIES or name in STAGES:
+            other = "policy" if kind == "stage" else "stage"
+            raise InvalidInput(
+                f"{name!r} is a {other} where a {kind} is expected; write policy|stage, as in static:4|meancap"
+            )
         what = f"unknown {kind} {name!r}" if name else f"a {kind} is missing"
-        raise InvalidInput(f"{what}; known are {known}")
+        raise InvalidInput(f"{what}; known are {', '.join(entries)}")
     entry = entries[name]
     try:
         return entry.build(_parse_options(part.partition(":")[2], entry.options))
@@ -166,7 +169,20 @@ def _make_gammatuneplus(options: Options) -> Policy:
 
 
 def _make_tetris(options: Options) -> Policy:
-    return Tetris(**_numbers(options, "budget", "length"))
+    return _drafted_length(options) | Tetris(**_numbers(options, "budget"))
+
+
+def _make_adaptiveverify(options: Options) -> Policy:
+    return _drafted_length(options) | AdaptiveVerify()
+
+
+def _drafted_length(options: Options) -> Policy:
+    return Static(**{"length": 4, **_numbers(options, "length")})
+
+
+def _make_adaserve(options: Options) -> Policy:
+    budget = _numbers(options, "budget")
+    return DepthByLoad(**budget, **_numbers(options, "min", "max")) | AdaServe(**budget)
 
 
 def _make_ucbspec(options: Options) -> Policy:
@@ -353,6 +369,20 @@ POLICIES: dict[str, Entry[Policy]] = {
             "tetris:64,length=4",
         ),
         Entry[Policy](
+            "adaptiveverify",
+            "verifies as many of the likeliest as bring most tokens a second (vLLM, for DSpark; reconstruction)",
+            _make_adaptiveverify,
+            ("length",),
+            "adaptiveverify:4",
+        ),
+        Entry[Policy](
+            "adaserve",
+            "verifies what requests need to meet slo_tpot_ms, then the likeliest (arXiv 2501.12162; reconstruction)",
+            _make_adaserve,
+            ("budget", "min", "max"),
+            "adaserve:64,min=4,max=8",
+        ),
+        Entry[Policy](
             "tapout",
             "a bandit over any policies and stops, one for the batch and step (arXiv 2511.02017; reconstruction)",
             _make_tapout,
@@ -390,6 +420,26 @@ STAGES: dict[str, Entry[Stage]] = {
             "no speculation while it measurably costs more than it brings",
             lambda _: OnOffGate(),
             example="dsde|gate",
+        ),
+        Entry[Stage](
+            "tetris",
+            "of what any policy drafts, only the batch's likeliest tokens are verified, so many of them",
+            lambda options: Tetris(**_numbers(options, "budget")),
+            ("budget",),
+            "dsde|tetris:64",
+        ),
+        Entry[Stage](
+            "adaptiveverify",
+            "of what any policy drafts, as many of the likeliest are verified as bring most tokens a second",
+            lambda _: AdaptiveVerify(),
+            example="dsde|adaptiveverify",
+        ),
+        Entry[Stage](
+            "adaserve",
+            "of what any policy drafts, what requests need to meet slo_tpot_ms is verified, then the likeliest",
+            lambda options: AdaServe(**_numbers(options, "budget")),
+            ("budget",),
+            "svip|adaserve:64",
         ),
         Entry[Stage](
             "consultant",

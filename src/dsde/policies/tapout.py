@@ -16,6 +16,7 @@ import numpy as np
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BatchView, FloatArray, IntArray, Need, Outcome, Plan, Policy
+from dsde.policies.cost import CostModel
 from dsde.policies.limits import check_choice, check_real, check_whole
 
 Method = Literal["ucb", "thompson"]
@@ -53,6 +54,10 @@ class TapOut(Policy):
         self._unit = 0.0
         """the largest rate seen: rewards are shares of it"""
         self._playing: int | None = None
+
+    @property
+    def cost_models(self) -> list[CostModel]:
+        return [model for _, policy in self.arms for model in policy.cost_models]
 
     def plan(self, batch: BatchView) -> Plan:
         self._playing = arm = self._choose()

@@ -12,11 +12,11 @@ import torch
 
 from dsde import SamplingParams
 from dsde.core.sequence import Sequence
-from dsde.core.stops import Signal, StopAfter, StopBefore, TokenSignal
+from dsde.core.stops import Signal, Stop, StopAfter, StopBefore, StopByWorth, TokenSignal
 from dsde.drafting import ModelDrafter
 from dsde.models.batch import pack
 from dsde.models.decoder import Decoder
-from dsde.policies import BatchView, Outcome, Policy, make_policy
+from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
 from dsde.policies.adaedl import AdaEDL
 from dsde.policies.confidence import Confidence, best_threshold
 from dsde.policies.ddd import DDD
@@ -27,7 +27,7 @@ from dsde.simulation.costs import Costs, Line
 from dsde.simulation.simulator import simulate
 from dsde.simulation.streams import Mixed
 from test_lossless_distribution import DRAFTS, NUM_REQUESTS, enumerate_outputs, p_value, sample_outputs
-from tiny import DEVICE, complete, make_engine, tiny_model
+from tiny import DEVICE, complete, make_engine, run, tiny_model
 
 DRAFT = tiny_model(seed=5, layers=1, sharpness=1.5)
 LONGEST = 9
@@ -130,11 +130,66 @@ def test_a_rule_after_a_token_is_drawn(rule: str) -> None:
     check(batch, stop, expected)
 
 
-def check(batch: list[Sequence], stop: StopBefore | StopAfter, expected: list[list[int]]) -> None:
+WORTH = {
+    "kept": StopByWorth(np.array([-1.0, 2.0, 1.0]), np.full(12, 1.5), np.full(12, 0.8), 0.35, 0.0, 0.0),
+    "going on": StopByWorth(np.array([-0.5, 2.0, 1.0]), np.linspace(0.5, 2, 12), np.full(12, 0.7), 0.1, 0.3, 0.0),
+    "pass": StopByWorth(np.array([-0.5, 2.0, 1.0]), np.full(12, 1.5), np.linspace(0.4, 1, 12), 0.1, 0.1, 2.2),
+    "with one of its own length": StopByWorth(
+        np.array([-0.5, 2.0, 1.0]), np.array([0.6] * 4 + [np.inf] + [0.6] * 7), np.full(12, 0.8), 0.2, 0.3, 50.0
+    ),
+}
+
+
+def drafts_by_worth(batch: list[Sequence], lengths: list[int], stop: StopByWorth) -> tuple[list[list[int]], int]:
+    """The rule as it is told, for the whole batch: what is drafted, and in how many passes."""
+    drafts: list[list[int]] = [[] for _ in batch]
+    survival = [1.0] * len(batch)
+    active = [i for i, length in enumerate(lengths) if length > 0]
+    num_passes = 0
+    while active:
+        num_passes += 1
+        would: list[int] = []
+        for i in active:
+            probs = distribution(DRAFT, batch[i].tokens + drafts[i])
+            looks = [math.sqrt(entropy(probs, [])), float(probs.max()), margin(probs, [])]
+            odds = stop.offsets[i] + sum(w * x for w, x in zip(stop.weights, looks, strict=True))
+            survival[i] *= 1 / (1 + math.exp(-odds))
+            if survival[i] < stop.keep_above and odds < math.inf:
+                continue
+            drafts[i].append(int(probs.argmax()))
+            worth = survival[i] * stop.outlooks[i]
+            if len(drafts[i]) < lengths[i] and (worth >= stop.go_on_above or odds == math.inf):
+                would.append(i)
+        fixed = any(stop.offsets[i] == math.inf for i in would)
+        active = would if fixed or sum(survival[i] * stop.outlooks[i] for i in would) >= stop.pass_above else []
+    return drafts, num_passes
+
+
+@pytest.mark.parametrize("name", WORTH)
+def test_a_rule_by_worth(name: str) -> None:
+    batch, stop = sequences(12), WORTH[name]
+    lengths = [LONGEST] * 8 + [0, 1, 2, 3]
+    expected, num_passes = drafts_by_worth(batch, lengths, stop)
+    check(batch, stop, expected, lengths, num_passes)
+    if name == "pass":
+        assert num_passes < LONGEST
+        assert not all(len(draft) < num_passes for draft in expected)
+    if name == "with one of its own length":
+        assert num_passes == len(expected[4]) == LONGEST > max(map(len, expected[:4] + expected[5:]))
+
+
+def check(
+    batch: list[Sequence],
+    stop: Stop,
+    expected: list[list[int]],
+    lengths: list[int] | None = None,
+    num_passes: int | None = None,
+) -> None:
     drafter = ModelDrafter(DRAFT, Sampler(), 64, 4096)
     drafter.allocate(2 * len(batch))
+    wanted = np.array(lengths or [LONGEST] * len(batch))
     with torch.inference_mode():
-        proposals = drafter.propose(batch, np.full(len(batch), LONGEST), stop, want_token_probs=True)
+        proposals = drafter.propose(batch, wanted, stop, want_token_probs=True, want_signals=True)
     drafts = [row[:length] for row, length in zip(proposals.tokens.tolist(), proposals.lengths, strict=True)]
     assert drafts == expected
     assert len({len(draft) for draft in drafts}) > 2, "the threshold should cut some drafts and not others"
@@ -143,10 +198,35 @@ def check(batch: list[Sequence], stop: StopBefore | StopAfter, expected: list[li
         for s, draft in zip(batch, expected, strict=True)
         for i, token in enumerate(draft)
     ]
-    np.testing.assert_allclose(proposals.token_probs, probs, rtol=1e-4)
+    np.testing.assert_allclose(proposals.drafted_only(proposals.token_probs), probs, rtol=1e-4)
+    signals = []
+    for sequence, draft in zip(batch, expected, strict=True):
+        for i in range(len(draft)):
+            found = distribution(DRAFT, sequence.tokens + draft[:i])
+            signals.append([entropy(found, []), found.max(), margin(found, [])])
+    np.testing.assert_allclose(proposals.drafted_only(proposals.signals), signals, rtol=1e-3, atol=1e-5)
+    assert num_passes is None or proposals.num_passes == num_passes
     # What the draft has read is what it is taken to have read: it drafts on as if it had never stopped.
     for sequence, draft in zip(batch, expected, strict=True):
         assert sequence.num_draft_computed <= len(sequence.tokens) + max(len(draft) - 1, 0)
+
+
+class ByWorth(Policy):
+    """Six tokens at most, fewer where they are worth less; remembers what it was told."""
+
+    needs = Need.DRAFT_SIGNALS
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        lengths = np.minimum(6, batch.rooms)
+        ones = np.ones(len(lengths))
+        stop = StopByWorth(np.array([-1.0, 2.0, 1.0]), 1.2 * ones, 0.7 * ones, 0.3, 0.35, 0.5)
+        return Plan(lengths, lengths.astype(float), ones > 0, stop=stop)
+
+    def observe(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -155,6 +235,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "confidence": lambda: Confidence(0.3, max=5),
     "ddd": lambda: DDD(tau=-1.5, max=5),
     "margin": lambda: Margin(0.1, max=5),
+    "worth": ByWorth,
 }
 
 
@@ -178,6 +259,42 @@ def test_greedy_text_is_that_of_the_target_alone(name: str) -> None:
     assert [o.outputs[0].token_ids for o in stopped] == [o.outputs[0].token_ids for o in plain]
     assert engine.metrics.num_stopped > 0
     assert engine.metrics.num_undrafted == 0
+
+
+def test_a_policy_is_told_the_signals_of_its_own_drafts() -> None:
+    """One of three requests fixes its own length: it is never stopped, and what it drafts is nobody else's business."""
+    policy = ByWorth()
+    target, draft = tiny_model(seed=1), tiny_model(seed=1, noise=0.2)
+    engine = make_engine(target, draft, policy)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
+    names = []
+    for prompt, speculation in zip(prompts, ("on", 3, "on"), strict=True):
+        params = SamplingParams(temperature=0, max_tokens=24, speculation=speculation)  # type: ignore[arg-type]
+        names.append(engine.add(prompt, params, trace=True))
+    done = run(engine)
+    assert len(policy.outcomes) > 5
+    first = policy.outcomes[0]
+    assert first.num_catch_up_tokens == sum(map(len, prompts))
+    assert sum(o.num_catch_up_tokens for o in policy.outcomes) == engine.metrics.num_catch_up_tokens
+    for result in policy.outcomes:
+        assert result.draft_signals.shape == (result.drafted.sum(), 3)
+        assert result.num_draft_passes >= result.drafted.max(initial=0)
+    tokens = [done[name].outputs[0].token_ids for name in names]
+    # Greedy drafts that stood are the text itself: their distributions can be found again.
+    place = 0
+    for i, row in ((0, 0), (2, 1)):
+        prompt = prompts[i] + tokens[i][:1]
+        for k in range(int(first.drafted[row])):
+            if k <= first.accepted[row]:
+                probs = distribution(draft, prompt + tokens[i][1 : 1 + k])
+                np.testing.assert_allclose(
+                    first.draft_signals[place + k], [entropy(probs, []), probs.max(), margin(probs, [])], rtol=1e-3
+                )
+        place += int(first.drafted[row])
+    assert place > 0
+    trace = done[names[1]].metrics.trace or []
+    assert all(record.drafted == record.planned for record in trace)
+    assert max(record.drafted for record in trace) == 3
 
 
 def view(slots: list[int]) -> BatchView:

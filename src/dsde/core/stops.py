@@ -13,7 +13,9 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
 class Signal(Enum):
@@ -24,6 +26,10 @@ class Signal(Enum):
     TOP_PROB = "top_prob"
     MARGIN = "margin"
     """between the likeliest token and the next"""
+
+
+SIGNALS = tuple(Signal)
+"""the order in which they are kept wherever there are all of them"""
 
 
 class TokenSignal(Enum):
@@ -79,12 +85,33 @@ class StopByWorth:
     pass_above: float
     """what a pass costs, whoever takes part: it is made if those who would go on are together worth more"""
 
+    def survivals(self, rows: IntArray, before: FloatArray, signals: FloatArray) -> FloatArray:
+        """[rows] chance that a draft stands up to and including a position with these `signals` [rows, 3], given that
+        up to the one `before` it."""
+        roots = np.sqrt(signals[:, 0])
+        looks = np.stack((roots, signals[:, 1], signals[:, 2]), axis=1) @ self.weights
+        chances: FloatArray = np.exp(-np.logaddexp(0.0, -(self.offsets[rows] + looks)))
+        return before * chances
+
+    def keeps(self, rows: IntArray, survivals: FloatArray) -> BoolArray:
+        """[rows] whether the position is worth verifying."""
+        kept: BoolArray = (survivals >= self.keep_above) | np.isposinf(self.offsets[rows])
+        return kept
+
+    def goes_on(self, rows: IntArray, survivals: FloatArray, may_go_on: BoolArray) -> BoolArray:
+        """[rows] whether drafts that were kept so far draw another token."""
+        is_fixed = np.isposinf(self.offsets[rows])
+        worths = survivals * self.outlooks[rows]
+        would: BoolArray = may_go_on & ((worths >= self.go_on_above) | is_fixed)
+        is_made = (would & is_fixed).any() or worths[would].sum() >= self.pass_above
+        return would if is_made else np.zeros_like(would)
+
 
 Stop = StopBefore | StopAfter | StopByWorth
 
 
-def is_beyond(stop: StopBefore | StopAfter, rows: NDArray[np.int64], values: FloatArray) -> NDArray[np.bool_]:
+def is_beyond(stop: StopBefore | StopAfter, rows: IntArray, values: FloatArray) -> BoolArray:
     """Whether the rule ends the drafts of these sequences, whose signal has these values."""
     thresholds = stop.thresholds[rows]
-    beyond: NDArray[np.bool_] = values > thresholds if stop.stops_above else values < thresholds
+    beyond: BoolArray = values > thresholds if stop.stops_above else values < thresholds
     return beyond

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dsde.core.rng import Purpose
 from dsde.core.sequence import Sequence
-from dsde.core.stops import Signal, Stop, StopAfter, StopBefore, TokenSignal, is_beyond
+from dsde.core.stops import Stop
 from dsde.drafting.proposals import DraftStep, IntArray, Proposals
-from dsde.drafting.signals import measure, token_probs
+from dsde.drafting.watch import Watch
 from dsde.models.batch import BLOCK_SIZE, KVCache, pack
 from dsde.models.decoder import Decoder
 from dsde.sampling import Rows, Sampler, distributions
@@ -62,61 +61,51 @@ class ModelDrafter:
         lengths: IntArray,
         stop: Stop | None = None,
         want_token_probs: bool = False,
-        measured: Signal | None = None,
+        want_signals: bool = False,
     ) -> Proposals:
         share = self.share(sequences, lengths)
         if len(share.order) == 0:
             return Proposals.nothing(len(sequences), self.model.device)
         lengths, order = share.lengths.copy(), share.order
         tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.int64, device=self.model.device)
-        probs, confidences = np.ones(tokens.shape), np.ones(tokens.shape)
+        watch = Watch(stop, len(sequences), tokens.shape[1], want_token_probs, want_signals)
         steps: list[DraftStep] = []
         logits = self._read(sequences, order, share.chunks, int((lengths > 0).sum()))
+        num_passes = 1
         for depth in range(tokens.shape[1]):
             owners = order[lengths[order] > depth]
-            if len(owners) and depth > 0:
-                newest = tokens[owners, depth - 1].cpu().numpy()
-                logits = self._extend([sequences[i] for i in owners], newest, depth)
-            if isinstance(stop, StopBefore) and depth >= stop.first_depth and len(owners):
-                ends = is_beyond(stop, owners, measure(logits, stop.signal))
-                lengths[owners[ends]] = depth
-                owners, logits = owners[~ends], logits[torch.from_numpy(~ends).to(logits.device)]
             if len(owners) == 0:
                 break
+            if depth > 0:
+                newest = tokens[owners, depth - 1].cpu().numpy()
+                logits = self._extend([sequences[i] for i in owners], newest, depth)
+                num_passes += 1
+            kept = watch.keeps(depth, owners, logits)
+            if not kept.all():
+                lengths[owners[~kept]] = depth
+                owners, logits = owners[kept], logits[torch.from_numpy(kept).to(logits.device)]
+                if len(owners) == 0:
+                    break
             active = [sequences[i] for i in owners]
             rows = Rows(active, np.arange(len(active)), np.full(len(active), depth), tokens[owners, :depth])
             dist = distributions(logits, rows)
             drawn = self.sampler.draw(dist, rows, Purpose.DRAFT)
             tokens[owners, depth] = drawn
             steps.append(DraftStep(owners, logits, dist))
-            if measured is not None:
-                confidences[owners, depth] = measure(logits, measured)
-            if want_token_probs or (isinstance(stop, StopAfter) and isinstance(stop.signal, TokenSignal)):
-                probs[owners, depth] = token_probs(logits, drawn)
-            if isinstance(stop, StopAfter):
-                ends = is_beyond(stop, owners, self._after(stop, logits, probs[owners, : depth + 1]))
-                lengths[owners[ends]] = depth + 1
+            goes_on = watch.goes_on(depth, owners, logits, drawn, lengths[owners] > depth + 1)
+            lengths[owners[~goes_on]] = depth + 1
         done = replace(share, lengths=lengths)
         self.settle(sequences, done)
-        drafted = np.arange(tokens.shape[1]) < lengths[:, None]
+        longest = int(lengths.max())
         return Proposals(
-            tokens[:, : int(lengths.max())],
+            tokens[:, :longest],
             lengths,
             steps,
             share.num_catch_up_tokens,
-            confidences[:, : int(lengths.max())] if measured is not None else None,
-            probs[drafted] if want_token_probs else None,
+            num_passes,
+            watch.signals[:, :longest] if want_signals else None,
+            watch.token_probs[:, :longest] if want_token_probs else None,
         )
-
-    @staticmethod
-    def _after(stop: StopAfter, logits: torch.Tensor, probs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[rows] of a signal that may look at the tokens drawn; `probs` [rows, tokens so far] are theirs."""
-        if isinstance(stop.signal, Signal):
-            return measure(logits, stop.signal)
-        if stop.signal is TokenSignal.TOKEN_PROB:
-            return probs[:, -1]
-        total: NDArray[np.float64] = np.log(np.maximum(probs, 1e-30)).sum(-1)
-        return total
 
     def share(self, sequences: list[Sequence], lengths: IntArray) -> DraftShare:
         """Who reads how much and drafts how far in this step."""

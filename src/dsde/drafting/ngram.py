@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from dsde.core.sequence import Sequence
-from dsde.core.stops import Signal, Stop
+from dsde.core.stops import Stop
 from dsde.drafting.proposals import IntArray, Proposals
+from dsde.drafting.signals import SURE
 
 
 class NgramDrafter:
@@ -32,7 +33,7 @@ class NgramDrafter:
         lengths: IntArray,
         stop: Stop | None = None,
         want_token_probs: bool = False,
-        measured: Signal | None = None,
+        want_signals: bool = False,
     ) -> Proposals:
         found = [self._follow(s, int(k)) for s, k in zip(sequences, lengths, strict=True)]
         tokens = np.zeros((len(found), max(map(len, found), default=0)), dtype=np.int64)
@@ -42,8 +43,9 @@ class NgramDrafter:
         return Proposals(
             tokens=torch.from_numpy(tokens).to(self.device or "cpu"),
             lengths=counts,
-            confidences=None if measured is None else np.ones(tokens.shape),
-            token_probs=np.ones(int(counts.sum())) if want_token_probs else None,
+            num_passes=tokens.shape[1],
+            signals=np.tile(SURE, (*tokens.shape, 1)) if want_signals else None,
+            token_probs=np.ones(tokens.shape) if want_token_probs else None,
         )
 
     def _follow(self, sequence: Sequence, count: int) -> list[int]:

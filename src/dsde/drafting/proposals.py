@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
-from dsde.core.stops import Signal, Stop
+from dsde.core.stops import Stop
 from dsde.sampling import Distributions
 
 IntArray = NDArray[np.int64]
@@ -49,10 +49,12 @@ class Proposals:
     steps: list[DraftStep] = field(default_factory=list)
     num_catch_up_tokens: IntArray | None = None
     """[sequences] tokens the draft had to read before its first own one, beyond the newest"""
-    confidences: NDArray[np.float64] | None = None
-    """[sequences, K] of the signal that a selection goes by; None: nobody asked"""
+    num_passes: int = 0
+    """steps that the draft took, one whose tokens were all dropped included"""
+    signals: NDArray[np.float64] | None = None
+    """[sequences, K, 3] entropy, top probability and margin; None: nobody asked"""
     token_probs: NDArray[np.float64] | None = None
-    """[sum(lengths)] what the draft gave each of its tokens, raw, sequence after sequence; None: nobody asked"""
+    """[sequences, K] what the draft gave each of its tokens, raw; None: nobody asked"""
 
     @property
     def sampled(self) -> bool:
@@ -65,16 +67,20 @@ class Proposals:
 
     def cut(self, lengths: IntArray) -> Proposals:
         """The beginnings of the drafts, so much of each; what is cut off was never proposed."""
-        kept = np.arange(self.tokens.shape[1]) < self.lengths[:, None]
-        inner = (np.arange(self.tokens.shape[1]) < lengths[:, None])[kept]
         steps = [step.only(lengths[step.owners] > depth) for depth, step in enumerate(self.steps)]
+        longest = int(lengths.max(initial=0))
         return replace(
             self,
             lengths=lengths,
-            tokens=self.tokens[:, : int(lengths.max(initial=0))],
+            tokens=self.tokens[:, :longest],
             steps=[step for step in steps if len(step.owners)],
-            token_probs=None if self.token_probs is None else self.token_probs[inner],
+            signals=None if self.signals is None else self.signals[:, :longest],
+            token_probs=None if self.token_probs is None else self.token_probs[:, :longest],
         )
+
+    def drafted_only(self, values: NDArray[np.float64] | None) -> NDArray[np.float64] | None:
+        """[sum(lengths), ...] of signals or token_probs, sequence after sequence."""
+        return None if values is None else values[np.arange(values.shape[1]) < self.lengths[: len(values), None]]
 
     def followed_by(self, num_sequences: int) -> Proposals:
         """The same, with sequences at the end for which nothing was drafted."""
@@ -97,7 +103,7 @@ class Drafter(Protocol):
         lengths: IntArray,
         stop: Stop | None = None,
         want_token_probs: bool = False,
-        measured: Signal | None = None,
+        want_signals: bool = False,
     ) -> Proposals:
-        """`stop` may end a draft early, `measured` is wanted as confidences. A drafter whose tokens have no
-        distribution has nothing to look at, and is sure of them."""
+        """`stop` may end a draft early. A drafter whose tokens have no distribution has nothing to look at, and is sure
+        of them."""

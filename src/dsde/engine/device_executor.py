@@ -110,7 +110,7 @@ class DeviceExecutor:
         sequences = [*work.decodes, *(s for s, _ in work.prefills)] if work.prefills else work.decodes
         slots = self.table.update(sequences)
         asked = (wish.stop, wish.budget, wish.consultant)
-        needs_host = wish.want_token_probs or any(rule is not None for rule in asked)
+        needs_host = wish.want_token_probs or wish.want_draft_signals or any(rule is not None for rule in asked)
         looks_closer = needs_host and wish.lengths.any()
         if looks_closer or self.table.any_edited(sequences, slots):
             self._forget()
@@ -332,7 +332,7 @@ class DeviceExecutor:
             entropies,
         )
         split, logits = flight.num_judged_rows, flight.read.logits
-        return Landing(verdict, logits[:split], logits[split:], seconds)
+        return Landing(verdict, logits[:split], logits[split:], seconds, int(drafted.max(initial=0)))
 
     def _make_room(self, num_rows: int) -> None:
         # Shared by all graphs, which never run at the same time: a copy for each would be gigabytes.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dsde.core.errors import InvalidInput, OutOfMemory
-from dsde.core.outputs import FinishReason, Logprob, RequestOutput, StreamChunk
+from dsde.core.outputs import FinishReason, Logprob, RequestOutput, StepRecord, StreamChunk
 from dsde.core.params import SamplingParams
 from dsde.core.sequence import Sequence, Status
 from dsde.device import backend
@@ -35,7 +35,7 @@ from dsde.engine.planning import LengthPlan, Planner
 from dsde.engine.request import Completion, Request
 from dsde.engine.scheduler import Schedule, Scheduler
 from dsde.engine.target import TargetRunner
-from dsde.engine.trace import record_step
+from dsde.engine.trace import expect_seconds, record_step
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.decoder import Decoder
 from dsde.models.tokenizer import Tokenizer
@@ -53,6 +53,8 @@ class StepOutput:
 
     chunks: list[StreamChunk] = field(default_factory=list)
     finished: list[RequestOutput] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    """one for every sequence that decoded, while the engine is watched"""
 
 
 @dataclass(slots=True)
@@ -129,6 +131,9 @@ class Engine:
         """outlives a step that fails after these were committed"""
         self._num_traced = 0
         """unfinished requests that want a trace"""
+        self.watched = False
+        """whether somebody wants to see the records of everybody's steps"""
+        self._records: list[StepRecord] = []
         self._free_slots: list[int] = []
         self._num_slots = 0
 
@@ -262,12 +267,12 @@ class Engine:
         """observe -> commit: all that the next step builds on."""
         landing = step.flight.land()
         times = [time.perf_counter()]
-        seconds, verdict = landing.seconds, landing.verdict
+        seconds = landing.seconds
         count = len(step.work.decodes)
-        drafted, accepted = step.flight.drafted[:count], verdict.accepted[:count]
-        self.planner.observe(
-            step.plan, drafted, accepted, verdict.klds, landing.token_probs, seconds.draft, seconds.verify
-        )
+        drafted = step.flight.drafted[:count]
+        is_recorded = self._num_traced > 0 or self.watched
+        expected = expect_seconds(self.policy.cost_model, step.plan, drafted) if is_recorded else (None, None)
+        self.planner.observe(step.plan, drafted, step.flight.num_catch_up_tokens, landing)
         times.append(time.perf_counter())
         # Gone meanwhile, but observed again: its slot must not pass anything on.
         gone = [s.status is Status.FINISHED for s in step.decoded_by_policy]
@@ -275,8 +280,10 @@ class Engine:
             self.policy.forget(step.plan.batch.slots[gone])
         if step.scored:
             self._score_prompts(step.work, step.scored, landing.prompt_logits)
-        if self._num_traced:
-            record_step(self.requests, self.metrics.num_steps, step.work.decodes, step.plan, drafted, verdict, seconds)
+        if is_recorded:
+            number = self.metrics.num_steps
+            records = record_step(self.requests, number, step.work, step.plan, drafted, landing, expected, self.watched)
+            self._records += records if self.watched else []
         emissions = self._commit(step, landing)
         times.append(time.perf_counter())
         self.metrics.num_steps += 1
@@ -304,7 +311,13 @@ class Engine:
         return work
 
     def _wish(self, decodes: list[Sequence], plan: LengthPlan) -> DraftWish:
-        wish = DraftWish(plan.lengths, plan.stop, self._wants_klds(decodes), self.planner.needs_token_probs)
+        wish = DraftWish(
+            plan.lengths,
+            plan.stop,
+            self._wants_klds(decodes),
+            self.planner.needs_token_probs,
+            self.planner.needs_draft_signals,
+        )
         if plan.plan is not None:
             wish.budget = plan.plan.budget
             wish.consultant, wish.chosen = plan.plan.consultant, plan.rows
@@ -335,8 +348,10 @@ class Engine:
                 metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens[i])
 
     def _wants_klds(self, decodes: list[Sequence]) -> bool:
-        return self.planner.needs_klds or (
-            self._num_traced > 0 and any(self.requests[s.request_id].metrics.trace is not None for s in decodes)
+        return (
+            self.planner.needs_klds
+            or self.watched
+            or (self._num_traced > 0 and any(self.requests[s.request_id].metrics.trace is not None for s in decodes))
         )
 
     def _commit(self, step: _StepInFlight, landing: Landing) -> list[_Emission]:
@@ -358,6 +373,7 @@ class Engine:
             sequence.num_steps += 1
             if request.metrics.first_token_s == 0.0:
                 request.metrics.first_token_s = time.perf_counter() - request.arrived
+            sequence.first_token_at = sequence.first_token_at or time.perf_counter()
             kept = completion.extend(emitted)
             # A completion may end before all accepted tokens are used.
             sequence.num_computed = min(stood, len(sequence.tokens))
@@ -371,11 +387,11 @@ class Engine:
                 self._end(request, completion, completion.finish_reason)
             emissions.append(_Emission(request, completion, kept, drafted, accepted))
         return emissions
-            sequence.first_token_at = sequence.first_token_at or time.perf_counter()
 
     def _report(self) -> StepOutput:
         """Count, stream, close: nothing that the next step waits for."""
-        output = StepOutput()
+        output = StepOutput(records=self._records)
+        self._records = []
         while self._unreported:
             emission = self._unreported.popleft()
             request = emission.request

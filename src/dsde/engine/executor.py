@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dsde.core.consultant import Consultant
 from dsde.core.selection import VerifyBudget
 from dsde.core.sequence import Sequence
-from dsde.core.stops import Stop
+from dsde.core.stops import SIGNALS, Stop
 from dsde.drafting import Drafter, Proposals
 from dsde.engine.scheduler import Schedule
 from dsde.engine.target import TargetRunner
@@ -52,6 +52,7 @@ class DraftWish:
     stop: Stop | None = None
     want_klds: bool = False
     want_token_probs: bool = False
+    want_draft_signals: bool = False
     budget: VerifyBudget | None = None
     consultant: Consultant | None = None
     chosen: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -68,8 +69,14 @@ class Landing:
     prompt_logits: torch.Tensor
     """of prompts to be scored, a row for every token they read"""
     seconds: Seconds
-    token_probs: NDArray[np.float64] | None = None
+    num_draft_passes: int
     """as in Proposals"""
+    token_probs: NDArray[np.float64] | None = None
+    """[sum(drafted)] as in Proposals"""
+    draft_signals: NDArray[np.float64] | None = None
+    """[sum(drafted), 3] likewise"""
+    draft_tokens: torch.Tensor | None = None
+    """[judged, K] as in Proposals; None where they never left the device"""
 
 
 class Flight(Protocol):
@@ -167,7 +174,16 @@ class HostExecutor:
         verdict = verify(logits, judged, proposals, self.sampler, wish.want_klds, self.synthetic_acceptance, leniency)
         times.append(time.perf_counter())
         seconds = Seconds(*np.diff(times).tolist())
-        landing = Landing(verdict, logits, prompt_logits, seconds, proposals.token_probs)
+        landing = Landing(
+            verdict,
+            logits,
+            prompt_logits,
+            seconds,
+            proposals.num_passes,
+            proposals.drafted_only(proposals.token_probs),
+            proposals.drafted_only(proposals.signals) if wish.want_draft_signals else None,
+            proposals.tokens,
+        )
         return HostFlight(judged, proposals.lengths, proposals.num_catch_up_tokens, landing)
 
     def follow(self, flight: Flight) -> Flight | None:

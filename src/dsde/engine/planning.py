@@ -5,6 +5,7 @@ Requests that fix their own length, or want none, never reach the policy. Knows 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop, StopByWorth
+from dsde.engine.executor import Landing
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
 from dsde.policies import BatchView, Need, Off, Outcome, Pace, Plan, Policy
@@ -58,6 +60,10 @@ class Planner:
     def needs_token_probs(self) -> bool:
         return bool(self.policy.needs & Need.TOKEN_PROB)
 
+    @property
+    def needs_draft_signals(self) -> bool:
+        return bool(self.policy.needs & Need.DRAFT_SIGNALS)
+
     def plan(self, decodes: list[Sequence], num_prompt_tokens: int = 0) -> LengthPlan:
         nobody = np.empty(0, dtype=np.int64)
         if not self.can_draft or not decodes:
@@ -79,13 +85,13 @@ class Planner:
             num_decoding=len(decodes),
             num_waiting=len(self.scheduler.waiting),
             num_prompt_tokens=num_prompt_tokens,
+            pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
         )
         plan = None
         if len(rows):
             plan = self.policy.plan(batch)
             planned[rows] = np.minimum(np.maximum(plan.lengths, 0), batch.rooms)
             self.metrics.num_capped += plan.num_lowered
-            pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
         lengths = planned
         if planned.any():
             reserve = self.scheduler.reserve
@@ -96,45 +102,39 @@ class Planner:
         return LengthPlan(planned, lengths, rows, batch, plan, _spread(plan, rows, len(decodes)))
 
     def observe(
-        self,
-        plan: LengthPlan,
-        drafted: IntArray,
-        accepted: IntArray,
-        klds: NDArray[np.float64],
-        token_probs: NDArray[np.float64] | None,
-        draft_s: float,
-        verify_s: float,
+        self, plan: LengthPlan, drafted: IntArray, num_catch_up_tokens: IntArray | None, landing: Landing
     ) -> None:
-        """Tell the policy what became of its lengths."""
+        """Tell the policy what became of its lengths. `drafted` and the tokens caught up on are of all decoding."""
         if plan.plan is None:
             return
-        rows = plan.rows
-        probs = np.empty(0) if token_probs is None else token_probs
+        rows, verdict, seconds = plan.rows, landing.verdict, landing.seconds
+        klds = verdict.klds if self.needs_klds else np.empty(0)
+        probs = np.empty(0) if landing.token_probs is None else landing.token_probs
+        signals = np.empty((0, 3)) if landing.draft_signals is None else landing.draft_signals
         if len(rows) < len(drafted):
             mine = np.zeros(len(drafted), dtype=bool)
             mine[rows] = True
             mine = np.repeat(mine, drafted)
-            klds, probs = (values[mine] if len(values) else values for values in (klds, probs))
+            klds, probs, signals = (values[mine] if len(values) else values for values in (klds, probs, signals))
         outcome = Outcome(
             slots=plan.batch.slots,
             drafted=drafted[rows],
-            accepted=accepted[rows],
-            klds=klds if self.needs_klds else np.empty(0),
+            accepted=verdict.accepted[rows],
+            klds=klds,
             temperatures=plan.batch.temperatures,
             token_probs=probs,
-            draft_s=draft_s,
-            verify_s=verify_s,
+            draft_signals=signals,
+            draft_s=seconds.draft,
+            verify_s=seconds.verify,
             num_decoding=plan.batch.num_decoding,
             num_prompt_tokens=plan.batch.num_prompt_tokens,
             num_drafted=int(drafted.sum()),
-            num_draft_passes=int(drafted.max(initial=0)),
+            num_draft_passes=landing.num_draft_passes,
+            num_catch_up_tokens=0 if num_catch_up_tokens is None else int(num_catch_up_tokens.sum()),
         )
         self.policy.observe(outcome)
 
 
-def _spread(plan: Plan | None, rows: IntArray, num_decoding: int) -> Stop | None:
-    """A policy's stop with thresholds for everybody: those it does not choose for are never stopped."""
-    if plan is None or plan.stop is None:
 def _pace(sequences: list[Sequence]) -> Pace:
     now = time.perf_counter()
     targets_ms = [s.params.slo_tpot_ms for s in sequences]
@@ -145,6 +145,9 @@ def _pace(sequences: list[Sequence]) -> Pace:
     )
 
 
+def _spread(plan: Plan | None, rows: IntArray, num_decoding: int) -> Stop | None:
+    """A policy's stop with thresholds for everybody: those it does not choose for are never stopped."""
+    if plan is None or plan.stop is None:
         return None
     if isinstance(plan.stop, StopByWorth):
         offsets, outlooks = np.full(num_decoding, np.inf), np.ones(num_decoding)

@@ -22,8 +22,10 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dsde.core.errors import DsdeError, OutOfMemory
 from dsde.core.outputs import RequestOutput, StreamChunk
@@ -34,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 Event = StreamChunk | RequestOutput | BaseException
 Listener = Callable[[StepOutput], None]
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Caller:
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event]
@@ -56,28 +59,45 @@ def _send(loop: asyncio.AbstractEventLoop, events: list[tuple[_Caller, Event]]) 
 
 @dataclass(slots=True)
 class _Job:
-    """Something the engine's thread is to do for a caller."""
+    """Something the engine's thread is to do for somebody."""
 
-    caller: _Caller
     run: Callable[[], None]
+    fail: Callable[[BaseException], None]
+    """who is told where that is impossible"""
 
 
 class EngineStopped(DsdeError):
     """The engine was shut down, or failed, while a request was under way."""
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A prompt and what is wanted of it, under a name that no other request under way has."""
+
+    prompt: str | Seq[int]
+    params: SamplingParams
+    request_id: str
+    trace: bool = False
+
+
 class AsyncLLM:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.listeners: list[Listener] = []
+        self.failure: BaseException | None = None
+        """what ended the engine, if it was not `shutdown`"""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._callers: dict[str, _Caller] = {}
         self._numbers = itertools.count()
         self._gate = threading.Lock()
-        """held to ask for a request and to stop: a request is either seen by the thread or refused"""
+        """held to ask for something and to stop: whoever asks is either seen by the thread or refused"""
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="dsde-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return not self._stopped
 
     async def generate(
         self,
@@ -88,28 +108,51 @@ class AsyncLLM:
     ) -> AsyncGenerator[StreamChunk | RequestOutput]:
         """Chunks as they come, then the finished request. Leaving the loop, or being cancelled, ends the request."""
         name = request_id or f"async-{next(self._numbers)}"
+        async with aclosing(self.generate_all([Submission(prompt, params, name, trace)])) as events:
+            async for event in events:
+                yield event
+
+    async def generate_all(self, submissions: Seq[Submission]) -> AsyncGenerator[StreamChunk | RequestOutput]:
+        """The same for several requests that belong together: all are taken or none, and they end together."""
         caller = _Caller(asyncio.get_running_loop(), asyncio.Queue())
-        with self._gate:
-            if self._stopped:
-                raise EngineStopped("The engine has been shut down.")
-            self._jobs.put(_Job(caller, lambda: self._add(name, prompt, params, trace, caller)))
-        done = False
+        self._put(_Job(lambda: self._add(submissions, caller), caller.tell))
+        num_open = len(submissions)
         try:
-            while not done:
+            while num_open:
                 event = await caller.events.get()
                 if isinstance(event, BaseException):
-                    done = True
                     raise event
-                done = isinstance(event, RequestOutput)
+                num_open -= isinstance(event, RequestOutput)
                 yield event
         finally:
-            if not done:
-                self._jobs.put(_Job(caller, lambda: self._abort(name, caller)))
+            if num_open:
+                self._jobs.put(_Job(lambda: self._abort(submissions, caller), caller.tell))
+
+    async def ask(self, read: Callable[[Engine], T]) -> T:
+        """What `read` finds out from the engine, between two steps and on the engine's thread."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(read(self.engine))
+
+        def fail(error: BaseException) -> None:
+            if not answer.cancelled():
+                answer.set_exception(error)
+
+        self._put(_Job(run, fail))
+        return await asyncio.wrap_future(answer)
 
     def shutdown(self) -> None:
         """Stop stepping; requests under way end with an error. Returns when the thread has ended."""
         self._jobs.put(None)
         self._thread.join()
+
+    def _put(self, job: _Job) -> None:
+        with self._gate:
+            if self._stopped:
+                raise EngineStopped("The engine has been shut down.") from self.failure
+            self._jobs.put(job)
 
     def _run(self) -> None:
         reason = EngineStopped("The engine has been shut down.")
@@ -124,6 +167,7 @@ class AsyncLLM:
                 for listener in list(self.listeners):
                     self._call(listener, output)
         except BaseException as error:  # whatever it was, nobody may be left waiting
+            self.failure = error
             reason = EngineStopped(f"The engine failed: {error}")
             reason.__cause__ = error
         with self._gate:
@@ -154,43 +198,54 @@ class AsyncLLM:
         try:
             return self.engine.step()
         except OutOfMemory:
-            for name, caller in self._callers.items():
+            for caller in set(self._callers.values()):
                 caller.tell(shortage)
+            for name in self._callers:
                 self.engine.abort(name)
             self._callers.clear()
             return StepOutput()
 
     def _take_jobs(self) -> bool:
-        """Do what callers asked for, waiting for it while there is nothing else to do; False at shutdown."""
+        """Do what was asked for, waiting for it while there is nothing else to do; False at shutdown.
+
+        A step follows in any case, so that listeners learn of those who left.
+        """
+        is_idle = not self.engine.has_work
         while True:
             try:
-                job = self._jobs.get(block=not self.engine.has_work)
+                job = self._jobs.get(block=is_idle)
             except queue.Empty:
                 return True
             if job is None:
                 return False
+            is_idle = False
             try:
                 job.run()
-            except Exception as error:  # a request that cannot be taken is its caller's trouble alone
-                job.caller.tell(error)
+            except Exception as error:  # what cannot be done is its caller's trouble alone
+                job.fail(error)
 
-    def _add(self, name: str, prompt: str | Seq[int], params: SamplingParams, trace: bool, caller: _Caller) -> None:
-        self.engine.add(prompt, params, name, trace)
-        self._callers[name] = caller
+    def _add(self, submissions: Seq[Submission], caller: _Caller) -> None:
+        try:
+            for one in submissions:
+                self.engine.add(one.prompt, one.params, one.request_id, one.trace)
+                self._callers[one.request_id] = caller
+        except Exception:
+            self._abort(submissions, caller)
+            raise
 
-    def _abort(self, name: str, caller: _Caller) -> None:
-        # The name may meanwhile belong to somebody else's request.
-        if self._callers.get(name) is caller:
-            del self._callers[name]
-            self.engine.abort(name)
+    def _abort(self, submissions: Seq[Submission], caller: _Caller) -> None:
+        for one in submissions:
+            # The name may meanwhile belong to somebody else's request.
+            if self._callers.get(one.request_id) is caller:
+                del self._callers[one.request_id]
+                self.engine.abort(one.request_id)
 
     def _end_all(self, reason: EngineStopped) -> None:
-        waiting = list(self._callers.values())
-        while not self._jobs.empty():
-            if job := self._jobs.get():
-                waiting.append(job.caller)
-        for caller in waiting:
+        for caller in set(self._callers.values()):
             caller.tell(reason)
         for name in self._callers:
             self.engine.abort(name)
         self._callers.clear()
+        while not self._jobs.empty():
+            if job := self._jobs.get():
+                job.fail(reason)

@@ -37,7 +37,7 @@ class Intake:
 
     def accept(self, prompt: str | Seq[int], params: SamplingParams, request_id: str | None) -> Request:
         tokens = self._tokenize(prompt)
-        self._check(tokens, params)
+        self.check(tokens, params)
         number = self._num_requests
         self._num_requests += 1
         request_id = request_id or f"request-{number}"
@@ -85,7 +85,8 @@ class Intake:
         room = self.max_model_len - len(tokens)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+    def check(self, tokens: list[int], params: SamplingParams) -> None:
+        """Refuse what could never be served. Reads nothing that changes, so that any thread may ask."""
         if not tokens:
             raise InvalidInput("The prompt is empty: at least one token is needed to continue from.")
         if len(tokens) >= self.max_model_len:

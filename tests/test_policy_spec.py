@@ -96,9 +96,16 @@ def test_every_call_makes_fresh_state() -> None:
         ("dsde:cap=no", "policy 'dsde:cap=no': cap must be one of mean, off, not 'no'"),
         (
             "dsde:window=3",
-            "policy 'dsde:window=3': unknown option 'window'; allowed are preset, min, max, initial, warmup, cap",
+            "policy 'dsde:window=3': unknown option 'window'; allowed are "
+            "preset, min, max, initial, warmup, cap, decay, short, long",
         ),
-        ("dsde:max=9,", "policy 'dsde:max=9,': unknown option ''; allowed are preset, min, max, initial, warmup, cap"),
+        (
+            "dsde:max=9,",
+            "policy 'dsde:max=9,': unknown option ''; allowed are "
+            "preset, min, max, initial, warmup, cap, decay, short, long",
+        ),
+        ("dsde:decay=2", "policy 'dsde:decay=2': decay must be a number from 0.01 to 1, not 2.0"),
+        ("dsde:short=40", "policy 'dsde:short=40': short must be a whole number from 2 to 30, not 40"),
         ("static:4|", "a stage is missing; known are " + ", ".join(STAGES)),
         ("static:4|mean", "unknown stage 'mean'; known are " + ", ".join(STAGES)),
         (

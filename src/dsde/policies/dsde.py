@@ -79,11 +79,15 @@ class DSDE(Policy):
         max: int | None = None,
         initial: int | None = None,
         warmup: int | None = None,
+        decay: float | None = None,
+        short: int | None = None,
+        long: int | None = None,
     ) -> None:
         if not isinstance(preset, Preset):
             check_choice("preset", preset, PRESETS)
             preset = PRESETS[preset]
         given: dict[str, Any] = {"min": min, "max": max, "initial": initial, "warmup": warmup}
+        given |= {"decay": decay, "short": short, "long": long}
         self.preset = replace(preset, **{name: value for name, value in given.items() if value is not None})
         self._window_weights = _window_weights(self.preset.num_held, self.preset.decay)
         self._newest_first = _newest_first(self.preset.num_held)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsde.policies.limits import LONGEST, check_whole
+from dsde.policies.limits import LONGEST, check_real, check_whole
 from dsde.policies.rounding import Rounding
 
 LONGEST_WARMUP = 500
@@ -53,6 +53,11 @@ class Preset:
         check_whole("max", self.max, self.min, LONGEST)
         check_whole("initial", self.initial, 1, LONGEST)
         check_whole("warmup", self.warmup, 1, LONGEST_WARMUP)
+        check_real("decay", self.decay, 0.01, 1.0)
+        if self.long is not None:
+            check_whole("long", self.long, 2, LONGEST_WARMUP)
+        if self.short is not None:
+            check_whole("short", self.short, 2, self.num_held)
 
     @property
     def num_held(self) -> int:

@@ -151,7 +151,8 @@ def _make_static(options: Options) -> Policy:
 def _make_dsde(options: Options) -> Policy:
     cap = options.get("cap", "mean")
     check_choice("cap", cap, ("mean", "off"))
-    policy = DSDE(options.get("preset", "paper"), **_numbers(options, "min", "max", "initial", "warmup"))
+    whole = _numbers(options, "min", "max", "initial", "warmup", "short", "long")
+    policy = DSDE(options.get("preset", "paper"), **whole, **_floats(options, "decay"))
     return policy if cap == "off" else policy | MeanCap(policy.preset.rounding)
 
 
@@ -267,7 +268,7 @@ POLICIES: dict[str, Entry[Policy]] = {
             "dsde",
             "length from the stability of the KLD, capped at the batch mean (arXiv 2509.01083)",
             _make_dsde,
-            ("preset", "min", "max", "initial", "warmup", "cap"),
+            ("preset", "min", "max", "initial", "warmup", "cap", "decay", "short", "long"),
             "dsde:release,max=10",
         ),
         Entry[Policy](

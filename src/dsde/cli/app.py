@@ -90,6 +90,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cost_model: Annotated[
+        Path | None, typer.Option(help="File to keep what was learnt of seconds in, for policies that look at them.")
+    ] = None,
 ) -> None:
     """Generate text from a prompt and stream it to the terminal."""
     params = SamplingParams(
@@ -104,7 +107,7 @@ def generate(
     )
     from dsde.cli.generate import ModelChoice, run_generate
 
-    choice = ModelChoice(target, draft, policy, speculative_config, dtype, device)
+    choice = ModelChoice(target, draft, policy, speculative_config, dtype, device, cost_model)
     run_generate(prompt, choice, params, raw=raw, trace=trace, as_json=as_json)
 
 
@@ -128,13 +131,16 @@ def serve(
     dashboard: Annotated[bool, typer.Option(help="Serve /dashboard.")] = True,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cost_model: Annotated[
+        Path | None, typer.Option(help="File to keep what was learnt of seconds in, for policies that look at them.")
+    ] = None,
 ) -> None:
     """Serve models over the OpenAI API."""
     settings = ServerSettings(host=host, port=port, api_keys=tuple(api_key or ()), dashboard=dashboard)
     from dsde.cli.generate import ModelChoice
     from dsde.cli.serve import run_serve
 
-    choice = ModelChoice(target, draft, policy, speculative_config, dtype, device)
+    choice = ModelChoice(target, draft, policy, speculative_config, dtype, device, cost_model)
     run_serve(choice, settings, max_num_seqs)
 
 

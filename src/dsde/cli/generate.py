@@ -25,6 +25,19 @@ class ModelChoice:
     speculative_config: str | None
     dtype: str
     device: str
+    cost_model: Path | None = None
+
+    def load(self, max_num_seqs: int) -> LLM:
+        return LLM(
+            self.target,
+            self.draft,
+            self.policy,
+            speculative_config=self.speculative_config,
+            dtype=self.dtype,
+            device=self.device,
+            max_num_seqs=max_num_seqs,
+            cost_model=self.cost_model,
+        )
 
 
 def run_generate(
@@ -35,15 +48,7 @@ def run_generate(
         raise InvalidInput("The prompt is empty.")
     if trace is not None:
         _check_writable(trace)
-    llm = LLM(
-        choice.target,
-        choice.draft,
-        choice.policy,
-        speculative_config=choice.speculative_config,
-        dtype=choice.dtype,
-        device=choice.device,
-        max_num_seqs=1,
-    )
+    llm = choice.load(max_num_seqs=1)
     chats = not raw and llm.tokenizer is not None and llm.tokenizer.can_chat
     start = llm.chat_prompt([{"role": "user", "content": text}]) if chats else text
     output = _stream(llm, start, params, trace is not None, show=not as_json)

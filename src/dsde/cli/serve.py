@@ -6,21 +6,12 @@ from dataclasses import replace
 
 from dsde.cli.generate import ModelChoice
 from dsde.engine.async_llm import AsyncLLM
-from dsde.engine.llm import LLM
 from dsde.server.lifecycle import serve
 from dsde.server.settings import ServerSettings
 
 
 def run_serve(choice: ModelChoice, settings: ServerSettings, max_num_seqs: int) -> None:
-    llm = LLM(
-        choice.target,
-        choice.draft,
-        choice.policy,
-        speculative_config=choice.speculative_config,
-        dtype=choice.dtype,
-        device=choice.device,
-        max_num_seqs=max_num_seqs,
-    )
+    llm = choice.load(max_num_seqs)
     if settings.model_name == ServerSettings.model_name:
         settings = replace(settings, model_name=llm.target)
     engine = AsyncLLM(llm.engine)

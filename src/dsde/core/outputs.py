@@ -31,6 +31,8 @@ class StepRecord:
     """tokens of the sequence before the step"""
     num_decoding: int
     """sequences that decoded in the same step"""
+    num_pass_tokens: int
+    """tokens that the target read in that step: everybody's newest, all drafts, and prompts"""
     predicted: float | None
     """length the policy wanted; None where the request fixed its own"""
     cap: float | None
@@ -39,12 +41,17 @@ class StepRecord:
     drafted: int
     """after look-ahead memory and what the draft had to offer"""
     accepted: int
+    rejected_token_ids: list[int] | None
+    """what was drafted and did not stand; None where drafts never leave the device"""
     klds: list[float]
     signals: dict[str, float | None]
     """the policy's own reasons (DSDE: scale_factor, wvir, mean_kld, sl_max); None where there is none yet"""
     draft_s: float
     verify_s: float
     step_s: float
+    expected_draft_s: float | None = None
+    """what the policy's cost model expected of drafting as much, nobody having to catch up; None: it has none"""
+    expected_verify_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -33,7 +33,9 @@ class VerifyBudget:
     most_for_need: int = 0
     """drafted tokens that one sequence may get for its need"""
     scores: FloatArray = field(default_factory=lambda: np.empty(0))
-    """[drafted] of every position, kept or not, in no particular order; written by `select`"""
+    """[drafted] of every position, kept or not, in no particular order; written by `select`, like the next"""
+    num_cut: int = 0
+    """drafted tokens that were not kept"""
 
     def select(self, confidences: FloatArray, lengths: IntArray, rows: IntArray) -> IntArray:
         """[all sequences] how much of each draft is kept. The budget is for `rows`; others keep what they have.
@@ -48,6 +50,7 @@ class VerifyBudget:
         if self.scores.size > self.num_tokens:
             firsts = self._needed(scores, lengths)
             kept[rows] = firsts + _likeliest(scores, firsts, lengths, self.num_tokens - int(firsts.sum()))
+            self.num_cut = self.scores.size - self.num_tokens
         return kept
 
     def _needed(self, scores: FloatArray, lengths: IntArray) -> IntArray:

@@ -271,7 +271,7 @@ class Engine:
         count = len(step.work.decodes)
         drafted = step.flight.drafted[:count]
         is_recorded = self._num_traced > 0 or self.watched
-        expected = expect_seconds(self.policy.cost_model, step.plan, drafted) if is_recorded else (None, None)
+        expected = expect_seconds(self.policy, step.plan, drafted, landing) if is_recorded else None
         self.planner.observe(step.plan, drafted, step.flight.num_catch_up_tokens, landing)
         times.append(time.perf_counter())
         # Gone meanwhile, but observed again: its slot must not pass anything on.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from dsde.core.outputs import RequestOutput, StreamChunk
 from dsde.core.params import SamplingParams
 from dsde.drafting import Drafter, ModelDrafter, NgramDrafter
 from dsde.engine.config import EngineConfig
+from dsde.engine.cost_file import load_cost_model, save_cost_model
 from dsde.engine.engine import Engine
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.speculative_config import SpeculativeConfig
@@ -36,7 +40,8 @@ class LLM:
     `target` and `draft` are a hub id, a folder or a GGUF file. `draft` may also be "embedded" (trained for the embedded
     target), "ngram" (prompt lookup), "none", or made from the target: "skip:12-15" (layers left out), "noise:0.1",
     "round:4". Without a target the embedded pair is used; a target without a draft does not speculate. `policy` is a
-    name as in `dsde policies` or a `Policy` of your own.
+    name as in `dsde policies` or a `Policy` of your own. `cost_model` is a file for what the policy learns of seconds:
+    read at the start if it is there, written when the engine has gone, at the latest when the program ends.
     """
 
     def __init__(
@@ -53,22 +58,29 @@ class LLM:
         max_model_len: int | None = EngineConfig.max_model_len,
         kv_cache_bytes: int | None = EngineConfig.kv_cache_bytes,
         seed: int = EngineConfig.seed,
+        cost_model: str | Path | None = None,
     ) -> None:
         self._config = EngineConfig(max_num_seqs, max_num_batched_tokens, max_model_len, kv_cache_bytes, seed)
         self._wanted = SpeculativeConfig.parse(speculative_config).over(draft, policy)
         chosen = _policy(self._wanted.policy or "dsde")
+        if cost_model is not None:
+            load_cost_model(Path(cost_model), chosen)
         self._target = load_model(target, _dtype(dtype), _device(device), progress=_report)
         self.draft = self._wanted.draft or ("embedded" if target is None else "none")
         is_model = self.draft not in ("none", "ngram")
         self._draft_model = load_draft(self.draft, self._target).model if is_model else None
         self._start(chosen)
+        if cost_model is not None:
+            weakref.finalize(self.engine, save_cost_model, Path(cost_model), chosen)
 
-    def with_policy(self, policy: str | Policy) -> LLM:
+    def with_policy(self, policy: str | Policy, **settings: Any) -> LLM:
         """The same weights under another policy, with a KV cache of its own: for comparing policies side by side.
 
-        On a GPU give `kv_cache_bytes`, since a cache takes all memory that is free otherwise.
+        `settings` replace those of the engine, as in `LLM`. On a GPU give `kv_cache_bytes` or `max_num_seqs` and
+        `max_model_len`, since a cache takes all memory that is free and could be used.
         """
         other = copy.copy(self)
+        other._config = replace(self._config, **settings)
         other._start(_policy(policy))
         return other
 

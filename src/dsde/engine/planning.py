@@ -129,6 +129,7 @@ class Planner:
             num_decoding=plan.batch.num_decoding,
             num_prompt_tokens=plan.batch.num_prompt_tokens,
             num_drafted=int(drafted.sum()),
+            num_cut=0 if plan.plan.budget is None else plan.plan.budget.num_cut,
             num_draft_passes=landing.num_draft_passes,
             num_catch_up_tokens=0 if num_catch_up_tokens is None else int(num_catch_up_tokens.sum()),
         )

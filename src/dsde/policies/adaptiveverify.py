@@ -31,13 +31,13 @@ class AdaptiveVerify(Stage):
         return [self.cost]
 
     def apply(self, plan: Plan, batch: BatchView) -> None:
-        num_drafted = int(plan.lengths.sum())
-        budget = num_drafted
+        budget = num_drafted = int(plan.lengths.sum())
+        if num_drafted == 0:
+            return
         if self._last is not None and self._last.scores.size:
             budget = self._best_budget(plan, batch, np.sort(self._last.scores)[::-1])
-        plan.signals["budget"] = np.full(batch.slots.size, float(min(budget, num_drafted)))
-        if num_drafted:
-            self._last = plan.budget = VerifyBudget(Signal.TOP_PROB, budget)
+        plan.signals["budget"] = np.full(batch.slots.size, float(budget))
+        self._last = plan.budget = VerifyBudget(Signal.TOP_PROB, budget)
 
     def observe(self, outcome: Outcome) -> None:
         self.cost.observe(outcome)
@@ -46,7 +46,7 @@ class AdaptiveVerify(Stage):
         self.cost.forget(slots)
 
     def _best_budget(self, plan: Plan, batch: BatchView, scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int:
-        num_decoding = max(batch.num_decoding, batch.slots.size)
-        expected = num_decoding + np.concatenate([[0.0], np.cumsum(scores)])
-        sizes = num_decoding + batch.num_prompt_tokens + np.arange(expected.size)
-        return int((expected / (self.cost.drafting_s(plan.lengths) + self.cost.verify_s(sizes))).argmax())
+        draft_s = self.cost.drafting_s(int(plan.lengths.sum()), int(plan.lengths.max()))
+        expected = batch.num_decoding + np.concatenate([[0.0], np.cumsum(scores)])
+        sizes = batch.num_decoding + batch.num_prompt_tokens + np.arange(expected.size)
+        return int((expected / (draft_s + self.cost.verify_s(sizes))).argmax())

@@ -55,9 +55,10 @@ class AdaServe(Stage):
         """[batch] A; -inf where a request asks for no pace."""
         if batch.pace is None:
             return np.full(batch.slots.size, -np.inf)
-        num_verified = min(int(lengths.sum()), self.budget)
-        num_packed = max(batch.num_decoding, batch.slots.size) + batch.num_prompt_tokens + num_verified
-        step_s = SECONDS_MARGIN * (self.cost.drafting_s(lengths) + float(self.cost.verify_s(max(num_packed, 1))))
+        num_drafted = int(lengths.sum())
+        draft_s = self.cost.drafting_s(num_drafted, int(lengths.max(initial=0)))
+        num_packed = batch.num_decoding + batch.num_prompt_tokens + min(num_drafted, self.budget)
+        step_s = SECONDS_MARGIN * (draft_s + float(self.cost.verify_s(max(num_packed, 1))))
         pace = batch.pace
         needed: FloatArray = (pace.elapsed_s + step_s) / pace.tpot_s - pace.num_emitted
         return np.where(np.isfinite(pace.tpot_s), needed, -np.inf)

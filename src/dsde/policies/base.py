@@ -114,7 +114,9 @@ class Outcome:
     """as in the BatchView of the plan"""
     num_prompt_tokens: int = 0
     num_drafted: int = 0
-    """drafted by the whole batch, requests that fixed their own length included"""
+    """drafted and verified by the whole batch, requests that fixed their own length included"""
+    num_cut: int = 0
+    """drafted beside those, and not verified: cut by a budget"""
     num_draft_passes: int = 0
     """passes of the draft: the longest length of the whole batch"""
     num_catch_up_tokens: int = 0
@@ -151,6 +153,11 @@ class Policy(ABC):
     def cost_models(self) -> list[CostModel]:
         """What it has learnt of seconds, to be shown, saved and restored; empty if it does not look at them."""
         return []
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """The best informed of them."""
+        return max(self.cost_models, key=lambda model: model.num_measured, default=None)
 
     @abstractmethod
     def plan(self, batch: BatchView) -> Plan:

@@ -189,16 +189,20 @@ class CostModel:
         self._sequences = _Sequences(num_behind=np.full(1, -1))
         self._num_unclean = 0
 
+    @property
+    def num_measured(self) -> int:
+        """Verifications seen, of any size."""
+        return self._verify.num_measured
+
     def draft_s(self, batch_sizes: ArrayLike) -> FloatArray:
         """Of one draft pass with so many sequences in it."""
         if self._draft.num_measured:
             return self._draft.seconds(batch_sizes)
         return DRAFT_SHARE * self._verify.seconds(batch_sizes)
 
-    def drafting_s(self, lengths: IntArray) -> float:
-        """Of drafting so far for every sequence, nobody having to catch up."""
-        num_passes = int(lengths.max(initial=0))
-        return num_passes * float(self.draft_s(lengths.sum() / num_passes)) if num_passes else 0.0
+    def drafting_s(self, num_tokens: int, num_passes: int) -> float:
+        """Of drafting so many tokens in so many passes, nobody having to catch up."""
+        return num_passes * float(self.draft_s(max(num_tokens / num_passes, 1.0))) if num_passes else 0.0
 
     def verify_s(self, tokens: ArrayLike) -> FloatArray:
         """Of one verification of so many packed tokens."""
@@ -245,7 +249,7 @@ class CostModel:
         passes = max(outcome.num_draft_passes, int(outcome.drafted.max(initial=0)))
         if passes == 0 or num_drafted == 0:  # the draft read, and nobody was ready to draft
             return 0.0, self._limited_catch_up_s(outcome.draft_s, outcome.slots)
-        batch_size = max(num_drafted / passes, 1.0)
+        batch_size = max((num_drafted + outcome.num_cut) / passes, 1.0)
         self._sequences.cover(outcome.slots)
         behind = self._sequences.num_behind[outcome.slots[outcome.drafted > 0]]
         is_clean = not behind.any()

@@ -215,9 +215,10 @@ class OnOffGate(Stage):
         if self._was_speculating and load.saved_up_s > 0 and load.short.mean > 0:
             return True
         base = max(batch.num_decoding, batch.slots.size) + batch.num_prompt_tokens
-        plain_s, verify_s = self.cost.verify_s([base, base + int(plan.lengths.sum())]).tolist()
+        num_drafted, num_passes = int(plan.lengths.sum()), int(plan.lengths.max())
+        plain_s, verify_s = self.cost.verify_s([base, base + num_drafted]).tolist()
         catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
-        price_s = self.cost.drafting_s(plan.lengths) + catch_up_s + verify_s - plain_s
+        price_s = self.cost.drafting_s(num_drafted, num_passes) + catch_up_s + verify_s - plain_s
         load.saved_up_s = min(load.saved_up_s, 2 * price_s)
         if load.saved_up_s < price_s:
             return False

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsde.cli.simulate import Setting, run_simulate, split_specs
+from dsde.cli.simulate import Setting, run_simulate
 from dsde.core.errors import InvalidInput
 from dsde.core.stops import Signal, StopAfter, StopBefore
-from dsde.policies import BatchView, Need, Outcome, Plan, Policy, Static, make_policy
+from dsde.policies import BatchView, Need, Outcome, Plan, Policy, Static, make_policy, split_specs
 from dsde.policies.base import IntArray
 from dsde.simulation import (
     COSTS,

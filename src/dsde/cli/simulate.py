@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsde.core.errors import InvalidInput
-from dsde.policies import make_policy
+from dsde.policies import make_policy, split_specs
 from dsde.simulation import COSTS, Comparison, compare, make_costs, make_stream
 
 
@@ -52,19 +51,6 @@ def run_simulate(setting: Setting, out: Path | None = None) -> None:
     if out is not None:
         report = {**asdict(setting), "costs": costs.to_dict(), "batches": [c.to_dict() for c in comparisons]}
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def split_specs(text: str) -> list[str]:
-    """Specs between commas, without those commas that belong to one: in brackets, or before an `option=`."""
-    specs: list[str] = []
-    depth = 0
-    for piece in text.split(","):
-        if specs and (depth or re.match(r"\s*\w+\s*=", piece)):
-            specs[-1] += f",{piece}"
-        else:
-            specs.append(piece)
-        depth += sum(piece.count(sign) for sign in "[{(") - sum(piece.count(sign) for sign in "]})")
-    return list(dict.fromkeys(spec.strip() for spec in specs))
 
 
 def _batch_size(text: str) -> int | None:

@@ -22,7 +22,7 @@ from dsde.policies.nightjar import Nightjar
 from dsde.policies.off import Off
 from dsde.policies.percentilecap import PercentileCap
 from dsde.policies.presets import PAPER, PRESETS, RELEASE, Preset
-from dsde.policies.registry import POLICIES, STAGES, Entry, make_policy
+from dsde.policies.registry import POLICIES, STAGES, Entry, make_policy, split_specs
 from dsde.policies.static import Static
 from dsde.policies.stopping import StoppingPolicy
 from dsde.policies.svip import SVIP
@@ -72,4 +72,5 @@ __all__ = [
     "Tetris",
     "UCBSpec",
     "make_policy",
+    "split_specs",
 ]

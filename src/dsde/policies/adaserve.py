@@ -74,10 +74,5 @@ class DepthByLoad(Policy):
         self.budget, self.min, self.max = budget, min, max
 
     def plan(self, batch: BatchView) -> Plan:
-        num = batch.slots.size
-        depth = int(np.clip(self.budget // np.maximum(num, 1), self.min, self.max))
-        return Plan(
-            lengths=np.minimum(depth, batch.rooms),
-            predicted=np.full(num, float(depth)),
-            votes=np.ones(num, np.bool_),
-        )
+        share = self.budget // np.maximum(batch.slots.size, 1)
+        return Plan.wanting(int(np.clip(share, self.min, self.max)), batch)

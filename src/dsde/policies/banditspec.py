@@ -48,17 +48,11 @@ class BanditSpec(Policy):
         """what a reward is divided by to lie within 0..1"""
 
     def plan(self, batch: BatchView) -> Plan:
-        num_sequences = batch.slots.size
         # With nobody there it must not play: no reward would follow.
-        self._arm = self._choose() if num_sequences else None
-        length = self.lengths[self._arm] if self._arm is not None else 0
-        signals = self._signals(self._arm) if self._arm is not None else {}
-        return Plan(
-            lengths=np.minimum(length, batch.rooms),
-            predicted=np.full(num_sequences, float(length)),
-            votes=np.ones(num_sequences, np.bool_),
-            signals={name: np.full(num_sequences, value) for name, value in signals.items()},
-        )
+        self._arm = self._choose() if batch.slots.size else None
+        if self._arm is None:
+            return Plan.wanting(0, batch)
+        return Plan.wanting(self.lengths[self._arm], batch, **self._signals(self._arm))
 
     def observe(self, outcome: Outcome) -> None:
         arm, self._arm = self._arm, None

@@ -88,6 +88,17 @@ class Plan:
     consultant: Consultant | None = None
     """accepts more than is lossless"""
 
+    @classmethod
+    def wanting(cls, wanted: IntArray | int, batch: BatchView, **signals: FloatArray | float) -> Plan:
+        """So many tokens, for everybody or for each, where there is room for them; everybody votes."""
+        num = batch.slots.size
+        return cls(
+            lengths=np.minimum(wanted, batch.rooms),
+            predicted=np.full(num, wanted, np.float64),
+            votes=np.ones(num, np.bool_),
+            signals={name: np.full(num, value, np.float64) for name, value in signals.items()},
+        )
+
 
 @dataclass(slots=True)
 class Outcome:

@@ -35,15 +35,9 @@ class BatchTable(Policy):
         self._lengths = np.minimum([k for _, _, k in self.table], max)
 
     def plan(self, batch: BatchView) -> Plan:
-        num_sequences = batch.slots.size
         row = int(self._starts.searchsorted(batch.num_decoding, side="right")) - 1
         length = int(self._lengths[row]) if row >= 0 else 0
-        return Plan(
-            lengths=np.minimum(length, batch.rooms),
-            predicted=np.full(num_sequences, float(length)),
-            votes=np.ones(num_sequences, np.bool_),
-            signals={"num_decoding": np.full(num_sequences, float(batch.num_decoding))},
-        )
+        return Plan.wanting(length, batch, num_decoding=batch.num_decoding)
 
 
 def _parsed(text: str) -> object:

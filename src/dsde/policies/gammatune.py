@@ -40,12 +40,7 @@ class GammaTune(Policy):
     def plan(self, batch: BatchView) -> Plan:
         self._sequences.cover(batch.slots)
         gamma = self._sequences.gamma[batch.slots]
-        return Plan(
-            lengths=np.minimum(gamma, batch.rooms),
-            predicted=gamma.astype(np.float64),
-            votes=np.ones(batch.slots.size, np.bool_),
-            signals={"gamma_bar": self._sequences.gamma_bar[batch.slots]},
-        )
+        return Plan.wanting(gamma, batch, gamma_bar=self._sequences.gamma_bar[batch.slots])
 
     def observe(self, outcome: Outcome) -> None:
         active = outcome.drafted > 0

@@ -47,12 +47,7 @@ class Heuristic(Policy):
 
     def plan(self, batch: BatchView) -> Plan:
         wanted = self._begun(batch.slots)
-        return Plan(
-            lengths=np.minimum(wanted, batch.rooms),
-            predicted=wanted.astype(np.float64),
-            votes=np.ones(batch.slots.size, np.bool_),
-            signals={"acceptance_rate": self._sequences.acceptance_rate[batch.slots]},
-        )
+        return Plan.wanting(wanted, batch, acceptance_rate=self._sequences.acceptance_rate[batch.slots])
 
     def observe(self, outcome: Outcome) -> None:
         active = outcome.drafted > 0

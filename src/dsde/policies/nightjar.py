@@ -68,16 +68,7 @@ class Nightjar(Policy):
         if num:
             self._advance(context, switch_s)
         goodput = self._goodputs(context)[context.arm]
-        return Plan(
-            lengths=np.minimum(batch.rooms, context.arm),
-            predicted=np.full(num, float(context.arm)),
-            votes=np.ones(num, np.bool_),
-            signals={
-                "goodput": np.full(num, goodput),
-                "switch_s": np.full(num, switch_s),
-                "bin": np.full(num, float(context.bin)),
-            },
-        )
+        return Plan.wanting(context.arm, batch, goodput=goodput, switch_s=switch_s, bin=context.bin)
 
     def observe(self, outcome: Outcome) -> None:
         """What was drafted counts, not what was planned: a cap or a lack of memory may have come between."""

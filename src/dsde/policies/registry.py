@@ -6,6 +6,7 @@ A spec is a policy followed by any number of stages, `policy|stage|stage`. Each 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -65,6 +66,17 @@ def make_policy(spec: str) -> Policy:
     return policy
 
 
+def split_specs(text: str) -> list[str]:
+    """Specs between commas, each once, without those commas that belong to one: in brackets, or before an `option=`."""
+    specs: list[str] = []
+    for piece in _split(text, ","):
+        if specs and re.match(r"\s*\w+\s*=", piece):
+            specs[-1] += f",{piece}"
+        else:
+            specs.append(piece)
+    return list(dict.fromkeys(spec.strip() for spec in specs))
+
+
 def _build(part: str, entries: Mapping[str, Entry[T]], kind: str) -> T:
     name = _name(part)
     if name not in entries:
@@ -113,31 +125,25 @@ def _split(text: str, separator: str) -> list[str]:
     return items
 
 
-def _floats(options: Options, *names: str) -> dict[str, Any]:
-    """Like `_numbers`, for real numbers."""
-    return {name: _float_or_text(options[name]) for name in names if name in options}
-
-
-def _float_or_text(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _words(options: Options, *names: str) -> dict[str, Any]:
     """Those of the named options that were given, as they are."""
     return {name: options[name] for name in names if name in options}
 
 
 def _numbers(options: Options, *names: str) -> dict[str, Any]:
-    """Those of the named options that were given. What is no number stays text: the policy knows the range to name."""
-    return {name: _number_or_text(options[name]) for name in names if name in options}
+    """Likewise, as whole numbers."""
+    return {name: _number_or_text(int, value) for name, value in _words(options, *names).items()}
 
 
-def _number_or_text(text: str) -> int | str:
+def _floats(options: Options, *names: str) -> dict[str, Any]:
+    """Likewise, as real numbers."""
+    return {name: _number_or_text(float, value) for name, value in _words(options, *names).items()}
+
+
+def _number_or_text(kind: type[int] | type[float], text: str) -> float | str:
+    """What is no number stays text: the policy knows the range to name."""
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
         return text
 
@@ -225,9 +231,7 @@ def _make_tapout(options: Options) -> Policy:
     text = options.get("policies", "[svip,adaedl,confidence,margin]")
     if not (text.startswith("[") and text.endswith("]")):
         raise InvalidInput(f"policies must be a list as in [svip,adaedl,static:4], not {text!r}")
-    # At semicolons where there are any, for policies whose own options need the commas.
-    names = [name.strip() for name in _split(text[1:-1], ";" if ";" in text else ",")]
-    arms = [(name, make_policy(name)) for name in names]
+    arms = [(name, make_policy(name)) for name in split_specs(text[1:-1].replace(";", ","))]
     return TapOut(
         arms, **_words(options, "method", "reward"), **_floats(options, "discount"), **_numbers(options, "seed")
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from dsde.policies.base import BatchView, Plan, Policy
 from dsde.policies.limits import LONGEST, check_whole
 
@@ -16,9 +14,4 @@ class Static(Policy):
         self.length = length
 
     def plan(self, batch: BatchView) -> Plan:
-        num_sequences = batch.slots.size
-        return Plan(
-            lengths=np.minimum(self.length, batch.rooms),
-            predicted=np.full(num_sequences, float(self.length)),
-            votes=np.ones(num_sequences, np.bool_),
-        )
+        return Plan.wanting(self.length, batch)

@@ -40,6 +40,7 @@ def outcome_of(
     draft_s: float = 0.0,
     verify_s: float = 0.0,
     num_prompt_tokens: int = 0,
+    num_catch_up_tokens: int = 0,
 ) -> Outcome:
     return Outcome(
         slots=np.array(slots, np.int64),
@@ -53,6 +54,7 @@ def outcome_of(
         num_prompt_tokens=num_prompt_tokens,
         num_drafted=sum(drafted),
         num_draft_passes=max(drafted, default=0),
+        num_catch_up_tokens=num_catch_up_tokens,
     )
 
 
@@ -80,8 +82,8 @@ class Machine:
         stands = (self.rng.random((batch_size, longest)) < rate) & (np.arange(longest) < lengths[:, None])
         accepted = np.cumprod(stands, axis=1).sum(axis=1) if longest else np.zeros(batch_size, np.int64)
         draft_s = sum(self.draft(float((lengths > depth).sum())) for depth in range(longest))
+        num_behind = int(self.behind[:batch_size].sum()) if longest else 0
         if longest:
-            num_behind = int(self.behind[:batch_size].sum())
             draft_s += self.draft(num_behind) if num_behind else 0.0
             self.behind[:batch_size] = 0
         else:
@@ -93,7 +95,8 @@ class Machine:
         self.drafts.append(longest > 0)
         if self.rng.random() < held_up:
             verify_s *= 100
-        policy.observe(outcome_of(slots.tolist(), lengths.tolist(), accepted.tolist(), draft_s, verify_s))
+        counts = (slots.tolist(), lengths.tolist(), accepted.tolist())
+        policy.observe(outcome_of(*counts, draft_s, verify_s, num_catch_up_tokens=num_behind))
         ended = slots[self.rng.random(batch_size) < 0.01]
         policy.forget(ended)
         self.behind[ended] = 20  # another request, and its prompt
@@ -105,10 +108,6 @@ def memory_bound(seed: int = 0) -> Machine:
 
 def compute_bound(seed: int = 0) -> Machine:
     return Machine(lambda n: 1e-3 * (1 + 0.1 * n), lambda n: 7e-3 + 3e-3 * n, seed)
-
-
-def never_drafted(slots: list[int]) -> Outcome:
-    return outcome_of(slots, [1] * len(slots), [0] * len(slots), 1e-3, 0.0)
 
 
 # Cost model
@@ -214,15 +213,25 @@ def test_a_size_not_seen_for_long_is_forgotten() -> None:
 
 def test_draft_passes_are_measured_per_pass_at_the_mean_batch() -> None:
     cost = CostModel()
-    cost.observe(never_drafted([0, 1]))
     for _ in range(5):
         cost.observe(outcome_of([0, 1], [4, 2], [1, 1], 0.8, 1.0))  # 6 tokens in 4 passes
     assert cost.draft_s(1.5) == pytest.approx(0.2, rel=0.1)
 
 
+def test_what_a_budget_cut_was_drafted_all_the_same() -> None:
+    cost = CostModel()
+    for _ in range(5):
+        outcome = outcome_of([0, 1], [0, 0], [0, 0], 0.8, 1.0)
+        outcome.num_cut, outcome.num_draft_passes = 8, 4
+        step = cost.observe(outcome)
+    assert (step.draft_s, step.catch_up_s) == pytest.approx((0.8, 0.0))
+    assert cost.draft_s(2) == pytest.approx(0.2)
+    assert cost.num_behind(np.array([0, 1])) == 0
+
+
 def test_catching_up_is_told_from_drafting() -> None:
     cost = CostModel()
-    cost.observe(outcome_of([0], [2], [1], 50.0, 1.0))  # new: reads its prompt
+    cost.observe(outcome_of([0], [2], [1], 50.0, 1.0, num_catch_up_tokens=40))  # new: reads its prompt
     assert cost.describe()["num_draft_measured"] == 0
     for _ in range(5):
         step = cost.observe(outcome_of([0], [2], [1], 0.2, 1.0))
@@ -230,7 +239,7 @@ def test_catching_up_is_told_from_drafting() -> None:
     for _ in range(3):
         cost.observe(outcome_of([0], [0], [0], 0.0, 1.0))
     assert cost.num_behind(np.array([0])) == 3
-    step = cost.observe(outcome_of([0], [2], [1], 0.5, 1.0))
+    step = cost.observe(outcome_of([0], [2], [1], 0.5, 1.0, num_catch_up_tokens=3))
     assert (step.draft_s, step.catch_up_s) == pytest.approx((0.2, 0.3))
     assert cost.catch_up_s(3) == pytest.approx(0.3, rel=0.1)
     assert cost.draft_s(1) == pytest.approx(0.1)
@@ -238,16 +247,14 @@ def test_catching_up_is_told_from_drafting() -> None:
 
 
 def test_reading_without_drafting_is_catching_up() -> None:
-    step = CostModel().observe(outcome_of([0], [0], [0], 0.002, 0.01))
+    step = CostModel().observe(outcome_of([0], [0], [0], 0.002, 0.01, num_catch_up_tokens=8))
     assert (step.draft_s, step.catch_up_s) == (0.0, 0.002)
 
 
 def test_where_somebody_is_always_new_drafting_is_measured_all_the_same() -> None:
     cost = CostModel()
-    for step in range(100):
-        cost.observe(outcome_of([0], [2], [1], 0.4, 1.0))
-        if step:
-            cost.forget(np.array([0]))
+    for _ in range(100):
+        cost.observe(outcome_of([0], [2], [1], 0.4, 1.0, num_catch_up_tokens=20))
     assert cost.draft_s(1) == pytest.approx(0.2)
 
 

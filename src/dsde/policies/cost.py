@@ -158,7 +158,7 @@ class StepCost:
 @dataclass
 class _Sequences(SlotTable):
     num_behind: IntArray
-    """tokens gained since the sequence last drafted; -1: it never did, and the draft has its prompt to read"""
+    """tokens gained since the sequence last drafted"""
 
 
 class CostModel:
@@ -186,7 +186,7 @@ class CostModel:
         self._verify = Curve(VERIFY_S)
         self._draft = Curve(VERIFY_S * DRAFT_SHARE)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
-        self._sequences = _Sequences(num_behind=np.full(1, -1))
+        self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
         self._num_unclean = 0
 
     @property
@@ -217,7 +217,7 @@ class CostModel:
     def num_behind(self, slots: IntArray) -> int:
         """Tokens that the draft would have to read before these could draft; prompts of new ones are not known."""
         self._sequences.cover(slots)
-        return int(np.maximum(self._sequences.num_behind[slots], 0).sum())
+        return int(self._sequences.num_behind[slots].sum())
 
     def num_verified(self, tokens: float) -> int:
         """Verifications measured at about so many tokens."""
@@ -234,7 +234,7 @@ class CostModel:
         if outcome.verify_s > 0:
             self._verify.observe(tokens, outcome.verify_s)
         verify_s = limit(outcome.verify_s, float(self.verify_s(tokens)))
-        draft_s, catch_up_s = self._observe_draft(outcome, num_drafted)
+        draft_s, catch_up_s = self._observe_draft(outcome, num_drafted + outcome.num_cut)
         self._follow(outcome)
         return StepCost(draft_s, catch_up_s, verify_s)
 
@@ -248,30 +248,29 @@ class CostModel:
             return 0.0, 0.0
         passes = max(outcome.num_draft_passes, int(outcome.drafted.max(initial=0)))
         if passes == 0 or num_drafted == 0:  # the draft read, and nobody was ready to draft
-            return 0.0, self._limited_catch_up_s(outcome.draft_s, outcome.slots)
-        batch_size = max((num_drafted + outcome.num_cut) / passes, 1.0)
-        self._sequences.cover(outcome.slots)
-        behind = self._sequences.num_behind[outcome.slots[outcome.drafted > 0]]
-        is_clean = not behind.any()
+            return 0.0, self._limited_catch_up_s(outcome.draft_s, outcome)
+        batch_size = max(num_drafted / passes, 1.0)
+        # One token a sequence is what a draft that was accepted whole leaves unread.
+        is_clean = outcome.num_catch_up_tokens <= max(outcome.num_decoding, outcome.slots.size)
         self._num_unclean = 0 if is_clean else self._num_unclean + 1
         if is_clean or self._num_unclean > MOST_UNCLEAN:
             self._draft.observe(batch_size, outcome.draft_s / passes)
             return limit(outcome.draft_s, passes * float(self.draft_s(batch_size))), 0.0
         draft_s = min(outcome.draft_s, passes * float(self.draft_s(batch_size)))
-        if behind.min() >= 0 and self._draft.num_measured:
-            self._catch_up.observe(int(behind.sum()), outcome.draft_s - draft_s)
-        return draft_s, self._limited_catch_up_s(outcome.draft_s - draft_s, outcome.slots)
+        if self._draft.num_measured:
+            self._catch_up.observe(outcome.num_catch_up_tokens, outcome.draft_s - draft_s)
+        return draft_s, self._limited_catch_up_s(outcome.draft_s - draft_s, outcome)
 
-    def _limited_catch_up_s(self, seconds: float, slots: IntArray) -> float:
-        """How much there was to read is not always known (prompts), so a verification is the least to compare with."""
-        expected_s = float(self.catch_up_s(self.num_behind(slots)) + self.verify_s(max(slots.size, 1)))
-        return limit(seconds, expected_s)
+    def _limited_catch_up_s(self, seconds: float, outcome: Outcome) -> float:
+        """A draft without a model reads nothing, and may look for long, so a verification is the least to allow."""
+        expected_s = self.catch_up_s(outcome.num_catch_up_tokens) + self.verify_s(max(outcome.slots.size, 1))
+        return limit(seconds, float(expected_s))
 
     def _follow(self, outcome: Outcome) -> None:
         self._sequences.cover(outcome.slots)
-        behind = self._sequences.num_behind[outcome.slots]
-        waiting = np.where(behind < 0, behind, behind + outcome.accepted + 1)
-        self._sequences.num_behind[outcome.slots] = np.where(outcome.drafted > 0, 0, waiting)
+        behind = self._sequences.num_behind[outcome.slots] + 1
+        has_drafted = (outcome.drafted > 0) | (outcome.num_cut > 0)
+        self._sequences.num_behind[outcome.slots] = np.where(has_drafted, 0, behind)
 
     def describe(self) -> dict[str, float]:
         """A few numbers for a trace: how much was measured, and what the smallest and largest sizes cost."""

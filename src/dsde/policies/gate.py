@@ -162,7 +162,7 @@ class OnOffGate(Stage):
         load = self._load(num_decoding)
         spent_s = step.draft_s + step.catch_up_s + step.verify_s
         load.saved_up_s += PROBE_SHARE * spent_s
-        speculated = bool(outcome.drafted.any())
+        speculated = bool(outcome.drafted.any()) or outcome.num_cut > 0
         if speculated:
             self._judge(load, outcome, spent_s, 0.0 if self._was_speculating else step.catch_up_s)
         elif load.is_on and self._was_speculating:

@@ -188,8 +188,8 @@ class Board:
             self._removed.append("/".join(map(str, old.key)))
         texts = self._tokenizer.stream() if self._tokenizer else None
         row = _Row(key, self._title(arrival.prompt_token_ids), arrival, texts, arrival.num_earlier)
-        if arrival.earlier_token_ids and texts is not None:
-            row.add_piece("earlier", "".join(map(texts.push, arrival.earlier_token_ids)))
+        if arrival.earlier_token_ids:
+            row.add_piece("earlier", "".join(self._text(row, token) for token in arrival.earlier_token_ids))
         self._rows[key] = row
 
     def _extend(self, row: _Row, chunk: StreamChunk, record: StepRecord | None) -> None:
@@ -208,11 +208,11 @@ class Board:
         row.ended, row.has_changed = chunk.finish_reason, True
 
     def _add_rejected(self, row: _Row, record: StepRecord) -> None:
-        if record.rejected_token_ids is None or self._tokenizer is None:
+        if record.rejected_token_ids is None:
             row.add_piece("num_rejected", record.drafted - record.accepted)
             return
         for token in record.rejected_token_ids:
-            row.add_piece("rejected", self._tokenizer.token_text(token))
+            row.add_piece("rejected", f"{token} " if self._tokenizer is None else self._tokenizer.token_text(token))
 
     def _text(self, row: _Row, token: int) -> str:
         return f"{token} " if row.texts is None else row.texts.push(token)

@@ -122,7 +122,7 @@ export class Chat {
       let numTokens = 0;
       for await (const chunk of events(response)) {
         if (chunk.error) throw new Error(chunk.error.message);
-        pane.id ??= `${chunk.id.split("-").at(-1)}/0`;
+        pane.id ??= `${chunk.id.replace("chatcmpl-", "")}-0/0`; // first prompt, first completion
         numTokens = chunk.usage?.completion_tokens ?? numTokens;
         this.#take(pane, chunk.choices?.[0]?.delta?.content);
       }

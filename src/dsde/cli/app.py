@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dsde import __version__
+from dsde.core.errors import DsdeError
 from dsde.core.params import SamplingParams
 from dsde.server.settings import ServerSettings
 
@@ -124,22 +125,79 @@ def serve(
     speculative_config: Annotated[
         str | None, typer.Option(help='vLLM\'s JSON form, e.g. \'{"model": "ngram", "num_speculative_tokens": 4}\'.')
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = ServerSettings.host,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0: reachable from other machines.")
+    ] = ServerSettings.host,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = ServerSettings.port,
-    api_key: Annotated[list[str] | None, typer.Option(help="Key that requests must bring; may be repeated.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="DSDE_API_KEY", help="Key that requests must bring; may be repeated."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Web page that may call from a browser; may be repeated.")
+    ] = None,
+    served_model_name: Annotated[
+        str, typer.Option(help="What requests call the model.", show_default="the target's name")
+    ] = ServerSettings.model_name,
+    dashboard: Annotated[bool, typer.Option(help="Serve /dashboard.")] = ServerSettings.dashboard,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
-    dashboard: Annotated[bool, typer.Option(help="Serve /dashboard.")] = True,
+    max_queue: Annotated[
+        int, typer.Option(help="Sequences that may wait beside them; whoever comes then gets 429.")
+    ] = ServerSettings.max_queue,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens a request may ask for.", show_default="what the context leaves")
+    ] = ServerSettings.max_output_tokens,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request.")] = ServerSettings.max_body_bytes,
+    body_timeout: Annotated[
+        float, typer.Option(help="Seconds for a request to arrive.")
+    ] = ServerSettings.body_timeout_s,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds until an answer must have ended.")
+    ] = ServerSettings.request_timeout_s,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that those under way have to finish after SIGTERM.")
+    ] = ServerSettings.drain_timeout_s,
+    per_request_spec_decode_metrics: Annotated[
+        str, typer.Option(help="What answers tell of speculation: none, summary or detailed.")
+    ] = ServerSettings.spec_decode_metrics,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = ServerSettings.log_format,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
+    ] = ServerSettings.log_prompts,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Where OpenTelemetry traces go, e.g. http://localhost:4318/v1/traces.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     cost_model: Annotated[
         Path | None, typer.Option(help="File to keep what was learnt of seconds in, for policies that look at them.")
     ] = None,
 ) -> None:
-    """Serve models over the OpenAI API."""
-    settings = ServerSettings(host=host, port=port, api_keys=tuple(api_key or ()), dashboard=dashboard)
+    """Serve models over the OpenAI API, with metrics and a dashboard."""
+    settings = ServerSettings(
+        model_name=served_model_name,
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        dashboard=dashboard,
+        max_queue=max_queue,
+        max_output_tokens=max_output_tokens,
+        max_body_bytes=max_body_bytes,
+        body_timeout_s=body_timeout,
+        request_timeout_s=request_timeout,
+        drain_timeout_s=drain_timeout,
+        spec_decode_metrics=per_request_spec_decode_metrics,  # type: ignore[arg-type]
+        log_format=log_format,  # type: ignore[arg-type]
+        log_prompts=log_prompts,
+        otlp_endpoint=otlp_endpoint,
+    )
     from dsde.cli.generate import ModelChoice
-    from dsde.cli.serve import run_serve
 
+    try:
+        from dsde.cli.serve import run_serve
+    except ModuleNotFoundError as error:
+        raise DsdeError(f'`dsde serve` needs {error.name}: pip install "dsde[server]"') from None
     choice = ModelChoice(target, draft, policy, speculative_config, dtype, device, cost_model)
     run_serve(choice, settings, max_num_seqs)
 

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rich.console import Console
+
 from dsde.cli.generate import ModelChoice
 from dsde.engine.async_llm import AsyncLLM
-from dsde.server.lifecycle import serve
+from dsde.server.lifecycle import bind, serve, url_of
+from dsde.server.logs import set_up_logs
 from dsde.server.settings import ServerSettings
 
 
 def run_serve(choice: ModelChoice, settings: ServerSettings, max_num_seqs: int) -> None:
-    llm = choice.load(max_num_seqs)
-    if settings.model_name == ServerSettings.model_name:
-        settings = replace(settings, model_name=llm.target)
-    engine = AsyncLLM(llm.engine)
-    try:
-        serve(engine, settings)
-    finally:
-        engine.shutdown()
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with bind(settings) as listener:
+        llm = choice.load(max_num_seqs)
+        if settings.model_name == ServerSettings.model_name:
+            settings = replace(settings, model_name=llm.target)
+        set_up_logs(settings.log_format)
+        if not settings.is_loopback and not settings.api_keys:
+            console.print("Everybody who can reach this machine can use this server: consider --api-key.")
+        url = url_of(listener)
+        page = f", dashboard at {url}/dashboard" if settings.dashboard else ""
+        console.print(f"Serving {settings.model_name} (draft {llm.draft}, policy {choice.policy}) at {url}/v1{page}")
+        engine = AsyncLLM(llm.engine)
+        try:
+            serve(engine, settings, listener)
+        finally:
+            engine.shutdown()

@@ -151,3 +151,5 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """of these tokens, if the request asked for them"""

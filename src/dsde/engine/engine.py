@@ -287,6 +287,10 @@ class Engine:
         emissions = self._commit(step, landing)
         times.append(time.perf_counter())
         self.metrics.num_steps += 1
+        self.metrics.count_klds(landing.verdict.klds)
+        if step.plan.plan is not None and step.plan.plan.cap is not None:
+            self.metrics.last_cap = step.plan.plan.cap
+        self.metrics.num_draft_passes += landing.num_draft_passes
         self.metrics.plan_s += times[1] - times[0]
         self.metrics.commit_s += times[2] - times[1]
         self.metrics.draft_s += seconds.draft

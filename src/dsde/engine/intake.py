@@ -36,7 +36,7 @@ class Intake:
         self._num_sequences = 0
 
     def accept(self, prompt: str | Seq[int], params: SamplingParams, request_id: str | None) -> Request:
-        tokens = self._tokenize(prompt)
+        tokens = self.tokenize(prompt)
         self.check(tokens, params)
         number = self._num_requests
         self._num_requests += 1
@@ -63,7 +63,8 @@ class Intake:
         self._num_sequences += 1
         return Completion(sequence, TextState(self.tokenizer, params.stop_strings))
 
-    def _tokenize(self, prompt: str | Seq[int]) -> list[int]:
+    def tokenize(self, prompt: str | Seq[int], add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, checked. Any thread may ask."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidInput("This model has no tokenizer: give the prompt as a list of token ids.")
@@ -71,7 +72,7 @@ class Intake:
                 prompt.encode()
             except UnicodeEncodeError:
                 raise InvalidInput("The prompt is not valid Unicode: it contains half of a surrogate pair.") from None
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, add_special_tokens)
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dsde.core.outputs import SpeculationCounts
 
 
@@ -14,6 +17,13 @@ class EngineMetrics(SpeculationCounts):
     num_finished: int = 0
     num_aborted: int = 0
     num_prompt_tokens: int = 0
+    num_draft_passes: int = 0
+    """passes of the draft: the longest draft of every step"""
+    num_klds: int = 0
+    """drafted positions at which draft and target were compared"""
+    kld_sum: float = 0.0
+    last_cap: float | None = None
+    """of the newest step that had one"""
     num_capped: int = 0
     """sequence-steps whose length a batch-wide stage lowered"""
     num_trimmed: int = 0
@@ -37,3 +47,9 @@ class EngineMetrics(SpeculationCounts):
     idle_s: float = 0.0
     """a device had nothing to do between two steps"""
     step_s: float = 0.0
+
+    def count_klds(self, klds: NDArray[np.float64]) -> None:
+        """Those that are no number are left out."""
+        finite = klds[np.isfinite(klds)]
+        self.num_klds += finite.size
+        self.kld_sum += float(finite.sum())

@@ -18,6 +18,8 @@ class Completion:
     sequence: Sequence
     text: TextState
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    num_reported: int = 0
+    """tokens that have been streamed"""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -84,8 +86,14 @@ class Request:
         return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def chunk(self, completion: Completion, new_tokens: list[int]) -> StreamChunk:
+        first, completion.num_reported = completion.num_reported, completion.num_reported + len(new_tokens)
         return StreamChunk(
-            self.request_id, completion.sequence.index, completion.text.take(), new_tokens, completion.finish_reason
+            self.request_id,
+            completion.sequence.index,
+            completion.text.take(),
+            new_tokens,
+            completion.finish_reason,
+            completion.logprobs[first : completion.num_reported] if self.params.logprobs is not None else None,
         )
 
     def output(self) -> RequestOutput:

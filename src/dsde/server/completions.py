@@ -2,68 +2,66 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
+import asyncio
+from collections import defaultdict
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response
 
-from dsde.core.outputs import RequestOutput, StreamChunk
-from dsde.core.params import SamplingParams
-from dsde.server.errors import as_api_error
+from dsde.core.outputs import CompletionOutput, StreamChunk
+from dsde.server.answers import ERRORS, CompletionAnswer
+from dsde.server.generation import Generation, GenerationResponse
+from dsde.server.logprobs import completion_logprobs
 from dsde.server.protocol import CompletionRequest
-from dsde.server.service import Job, Service
+from dsde.server.service import Service
 
 
 def completions_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", response_model=CompletionAnswer, responses=ERRORS)
     async def complete(body: CompletionRequest) -> Response:
-        job = Job(body.prompt, SamplingParams(**body.sampling()))  # type: ignore[arg-type]
-        if body.stream:
-            return StreamingResponse(_events(service, job), media_type="text/event-stream")
-        async for event in service.run(job):
-            if isinstance(event, RequestOutput):
-                return JSONResponse(_answer(service, job, event))
-        raise AssertionError("a request ended without an output")
+        service.check_model(body.model)
+        params = body.sampling_params(service.settings.max_output_tokens)
+        prompts = list(await asyncio.gather(*map(service.tokens_of, body.prompts)))
+        service.check_request(prompts, params)
+        return GenerationResponse(service, Generation(body, prompts, params, CompletionWriter()))
 
     return router
 
 
-def _head(service: Service, job: Job) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{job.request_id}",
-        "object": "text_completion",
-        "created": job.created,
-        "model": service.settings.model_name,
-    }
+class CompletionWriter:
+    id_prefix = "cmpl-"
+    object_name = chunk_name = "text_completion"
 
+    def __init__(self) -> None:
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+        """of each choice: characters of its tokens so far"""
 
-def _answer(service: Service, job: Job, output: RequestOutput) -> dict[str, Any]:
-    choices = [
-        {"index": one.index, "text": one.text, "logprobs": None, "finish_reason": one.finish_reason}
-        for one in output.outputs
-    ]
-    return {**_head(service, job), "choices": choices}
+    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": output.text,
+            "logprobs": self._logprobs(index, output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
 
+    def opening(self, index: int) -> None:
+        return None
 
-async def _events(service: Service, job: Job) -> AsyncIterator[str]:
-    try:
-        async for event in service.run(job):
-            if isinstance(event, StreamChunk):
-                choice = {
-                    "index": event.index,
-                    "text": event.text,
-                    "logprobs": None,
-                    "finish_reason": event.finish_reason,
-                }
-                yield _data({**_head(service, job), "choices": [choice]})
-        yield "data: [DONE]\n\n"
-    except Exception as error:
-        yield _data(as_api_error(error).body())
+    def piece(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": chunk.text,
+            "logprobs": self._logprobs(index, chunk),
+            "finish_reason": chunk.finish_reason,
+        }
 
-
-def _data(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    def _logprobs(self, index: int, part: CompletionOutput | StreamChunk) -> dict[str, Any] | None:
+        if part.logprobs is None:
+            return None
+        logprobs = completion_logprobs(part.token_ids, part.logprobs, self._offsets[index])
+        self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        return logprobs

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from dsde.core.errors import DsdeError, InvalidInput, OutOfMemory
@@ -16,6 +18,19 @@ from dsde.engine.async_llm import EngineStopped
 logger = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_UNION_TAG = re.compile(r"(str|int|float|bool|literal\W.*|(list|dict|constrained-\w+)\W?.*)$")
+"""which member of a union pydantic had in mind, in the place of an error"""
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorInfo
 
 
 class ApiError(Exception):
@@ -51,9 +66,9 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, InvalidInput):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, TimeoutError):
-        return ApiError(504, "The request took longer than this server allows.", code="timeout")
+        return ApiError(504, "The answer took longer than this server allows.", code="timeout")
     if isinstance(error, OutOfMemory | EngineStopped):
-        return ApiError(503, str(error), code="engine_unavailable")
+        return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
     if isinstance(error, DsdeError):
         return ApiError(500, str(error))
     logger.error("A request failed.", exc_info=error)
@@ -61,30 +76,57 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def _on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def on_validation(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
         return _describe(error).response()
 
-    @app.exception_handler(HTTPException)
-    async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
         messages = {
             404: f"There is no {request.url.path} here; /docs lists what there is.",
             405: f"{request.url.path} cannot be used with {request.method}.",
         }
-        message = messages.get(error.status_code, str(error.detail))
+        message = messages.get(error.status_code, f"{str(error.detail).rstrip('.')}.")
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
-    @app.exception_handler(Exception)
-    @app.exception_handler(DsdeError)
-    @app.exception_handler(ApiError)
-    async def _on_error(_: Request, error: Exception) -> JSONResponse:
+    async def on_error(_: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    for kind in (ApiError, DsdeError):
+        app.add_exception_handler(kind, on_error)
 
 
 def _describe(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    """The first field that is wrong, in one sentence."""
+    errors = error.errors()
+    first = errors[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}.", code="invalid_json")
-    param = ".".join(place) or None
-    return ApiError(400, f"{param or 'The body'}: {first['msg']}.", code="invalid_type", param=param)
+        message = f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}."
+        return ApiError(400, message, code="invalid_json")
+    place = first["loc"][1:]
+    path = ".".join(str(part) for part in place if not _UNION_TAG.match(str(part)))
+    if not path:
+        return ApiError(400, _sentence(_about_body(first)), code="invalid_body")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{path} is not a field of this request.", code="unknown_field", param=path)
+    # Every member of a union complains for itself.
+    alike = [e for e in errors if e["loc"][1:2] == place[:1] and len(e["loc"]) <= len(first["loc"])]
+    reasons = dict.fromkeys(map(_reason, alike))
+    return ApiError(400, _sentence(f"{path}: {', or '.join(reasons)}"), code="invalid_type", param=path)
+
+
+def _about_body(error: dict[str, Any]) -> str:
+    if error["type"] == "missing" or isinstance(error.get("input"), bytes):
+        return "The body must be a JSON object, sent with Content-Type: application/json"
+    return _reason(error)
+
+
+def _reason(error: dict[str, Any]) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message if error["type"] == "value_error" else message[0].lower() + message[1:]
+
+
+def _sentence(text: str) -> str:
+    return f"{text.rstrip('.')}."

@@ -146,7 +146,8 @@ class Board:
     def take(self, output: StepOutput, arrived: dict[Key, Arrival], throughput: tuple[float, float] | None) -> None:
         """Show one more step."""
         for key, arrival in arrived.items():
-            self._open(key, arrival)
+            if not self.has(key):  # it may have been seen again before this was known
+                self._open(key, arrival)
         records = {(record.request_id, record.index): record for record in output.records}
         for chunk in output.chunks:
             key = (chunk.request_id, chunk.index)

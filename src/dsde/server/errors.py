@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,12 +13,11 @@ from starlette.exceptions import HTTPException
 
 from dsde.core.errors import DsdeError, InvalidInput, OutOfMemory
 from dsde.engine.async_llm import EngineStopped
+from dsde.server.protocol import UNIONS
 
 logger = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_UNION_TAG = re.compile(r"(str|int|float|bool|literal\W.*|(list|dict|constrained-\w+)\W?.*)$")
-"""which member of a union pydantic had in mind, in the place of an error"""
 
 
 class ErrorInfo(BaseModel):
@@ -83,6 +81,7 @@ def add_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         messages = {
+            400: _about_reading(error.__cause__),
             404: f"There is no {request.url.path} here; /docs lists what there is.",
             405: f"{request.url.path} cannot be used with {request.method}.",
         }
@@ -100,33 +99,33 @@ def add_handlers(app: FastAPI) -> None:
 
 def _describe(error: RequestValidationError) -> ApiError:
     """The first field that is wrong, in one sentence."""
-    errors = error.errors()
-    first = errors[0]
+    first = error.errors()[0]
     if first["type"] == "json_invalid":
         message = f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}."
         return ApiError(400, message, code="invalid_json")
-    place = first["loc"][1:]
-    path = ".".join(str(part) for part in place if not _UNION_TAG.match(str(part)))
-    if not path:
-        return ApiError(400, _sentence(_about_body(first)), code="invalid_body")
+    place = [str(part) for part in first["loc"][1:]]
+    if not place:
+        return ApiError(400, _about_body(first), code="invalid_body")
+    for depth, part in enumerate(place, start=1):
+        if part in UNIONS and depth < len(place):  # every member of a union complains for itself: none says it all
+            path = ".".join(place[:depth])
+            return ApiError(400, f"{path} must be {UNIONS[part]}.", code="invalid_type", param=path)
+    path = ".".join(place)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{path} is not a field of this request.", code="unknown_field", param=path)
-    # Every member of a union complains for itself.
-    alike = [e for e in errors if e["loc"][1:2] == place[:1] and len(e["loc"]) <= len(first["loc"])]
-    reasons = dict.fromkeys(map(_reason, alike))
-    return ApiError(400, _sentence(f"{path}: {', or '.join(reasons)}"), code="invalid_type", param=path)
+    reason = str(first["msg"])
+    return ApiError(400, f"{path}: {reason[0].lower()}{reason[1:]}.", code="invalid_type", param=path)
 
 
 def _about_body(error: dict[str, Any]) -> str:
-    if error["type"] == "missing" or isinstance(error.get("input"), bytes):
-        return "The body must be a JSON object, sent with Content-Type: application/json"
-    return _reason(error)
+    if error["type"] == "value_error":
+        return f"{error['ctx']['error']}."
+    return "The body must be a JSON object, sent with Content-Type: application/json."
 
 
-def _reason(error: dict[str, Any]) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return message if error["type"] == "value_error" else message[0].lower() + message[1:]
-
-
-def _sentence(text: str) -> str:
-    return f"{text.rstrip('.')}."
+def _about_reading(cause: BaseException | None) -> str:
+    if isinstance(cause, UnicodeDecodeError):
+        return "The body is not valid UTF-8."
+    if isinstance(cause, RecursionError):
+        return "The body is not valid JSON for this server: it is nested too deeply."
+    return "The body is not valid JSON for this server: it holds a number with too many digits."

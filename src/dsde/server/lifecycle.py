@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -24,17 +25,14 @@ from fastapi import FastAPI
 from dsde.core.errors import InvalidInput
 from dsde.engine.async_llm import AsyncLLM, EngineStopped
 from dsde.server.app import create_app
+from dsde.server.connection import Connection
 from dsde.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_CHECK_S = 0.5
-_LATE = b"The request did not arrive in time.\n"
-_TOO_LATE = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s" % (len(_LATE), _LATE)
-)
+_FLUSH_S = 5
+"""for what has been answered to reach its client"""
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -66,16 +64,26 @@ def serve(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> N
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with an end that loses nothing and an eye on clients that never finish a request."""
+    """uvicorn, with an end that loses nothing."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+        protocol: Any = partial(Connection, header_timeout_s=settings.body_timeout_s)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_FLUSH_S,
+            )
+        )
         self._service = app.state.service
         self._settings = settings
         self._feed: Any = getattr(app.state, "feed", None)
         self._num_signals = 0
-        self._unheard: dict[Any, float] = {}
-        """connections without a request, and since when"""
 
     def end(self) -> None:
         """Finish what is under way and stop; called again, stop now. From any thread."""
@@ -102,7 +110,6 @@ class Server(uvicorn.Server):
         serving = asyncio.create_task(super().main_loop())
         while not self._num_signals and not serving.done() and self._service.llm.is_running:
             await asyncio.sleep(0.05)
-            self._drop_unheard()
         await self._drain()
         self.should_exit = True
         await serving
@@ -127,15 +134,3 @@ class Server(uvicorn.Server):
         idle.cancel()
         if self._feed is not None:
             self._feed.close()
-
-    def _drop_unheard(self) -> None:
-        """A client that sends its headers a byte at a time would hold its connection for ever."""
-        now = time.monotonic()
-        connections = self.server_state.connections
-        waiting = {c for c in connections if getattr(c, "cycle", None) is None or c.cycle.response_complete}  # type: ignore[union-attr]
-        self._unheard = {c: self._unheard.get(c, now) for c in waiting}
-        for connection, since in self._unheard.items():
-            transport = connection.transport
-            if now - since > self._settings.body_timeout_s and not transport.is_closing():
-                transport.write(_TOO_LATE)
-                transport.close()

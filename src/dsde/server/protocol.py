@@ -19,6 +19,14 @@ MOST_STOPS = 16
 """every new token is compared with each of them"""
 MOST_BIASED = 1024
 
+UNIONS = {
+    "prompt": "a text, a list of token ids, or a list of either",
+    "content": "a text or a list of parts of type text",
+    "stop": "a text or a list of texts",
+    "speculation": '"on", "off" or a whole number',
+}
+"""fields of several types, in words"""
+
 _PARAMS = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("logprobs", "logit_bias")]
 
 
@@ -204,7 +212,7 @@ class TokenizeRequest(_Body):
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("Give either prompt or messages")
         return self
 
 

@@ -12,7 +12,7 @@ import dsde
 ROOT = Path(dsde.__file__).parent
 LAYERS = [
     *("core", "policies", "simulation", "device", "models", "sampling", "drafting", "verification", "engine"),
-    *("server", "cli"),
+    *("server", "bench", "cli"),
 ]
 """from the bottom up"""
 ALLOWED = {name: set(LAYERS[: LAYERS.index(name) + 1]) for name in LAYERS}
@@ -23,6 +23,7 @@ for name in LAYERS[LAYERS.index("simulation") + 1 : -1]:
 ALLOWED["sampling"] -= {"policies", "models"}
 ALLOWED["drafting"] -= {"policies"}
 ALLOWED["verification"] -= {"policies"}
+ALLOWED["bench"] -= {"server"}
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -200,6 +201,78 @@ def serve(
         raise DsdeError(f'`dsde serve` needs {error.name}: pip install "dsde[server]"') from None
     choice = ModelChoice(target, draft, policy, speculative_config, dtype, device, cost_model)
     run_serve(choice, settings, max_num_seqs)
+
+
+@app.command()
+def bench(
+    policies: Annotated[
+        str | None,
+        typer.Option(help="Policies to compare, between commas; see `dsde policies`.", show_default="a selection"),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            help="mixed, code, chat, math, summarise, translate, extract, transition or a FILE (Spec-Bench, HumanEval, "
+            "GSM8K, ShareGPT), several between commas.",
+            show_default="mixed",
+        ),
+    ] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Between commas.", show_default="1")] = None,
+    temperature: Annotated[str | None, typer.Option(help="Between commas; 0 is greedy.", show_default="0")] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(help="Of every workload; a batch takes at least as many as it has places.", show_default="12"),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", show_default="96")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Turns of every contender.", show_default="3")] = None,
+    arrival: Annotated[
+        str | None, typer.Option(help="closed or poisson:RATE, requests a second.", show_default="closed")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="An experiment of the paper: latency, low-acceptance, scaling, sensitivity or signals."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first impression, in minutes.")] = False,
+    peers: Annotated[
+        str, typer.Option(help="Other programs in the same run: auto, none, or of transformers and vllm.")
+    ] = "auto",
+    target: Annotated[
+        str | None, typer.Option(help="Hub id, folder or GGUF file. Default: the embedded model.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help='As target; or "embedded", "ngram", "none", "skip:12-15", "noise:0.1", "round:4".'),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seed: Annotated[int | None, typer.Option(help="Of the order of prompts and of sampled texts.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for results and reports; what it holds is not measured again.")
+    ] = Path("dsde-bench"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what the folder holds already.")] = False,
+) -> None:
+    """Compare policies on real models: speed with intervals, latency, acceptance, waste; and write a report."""
+    from dsde.cli.bench import Options, run_bench
+
+    options = Options(
+        policies=policies,
+        workload=workload,
+        batch_sizes=batch_sizes,
+        temperature=temperature,
+        requests=requests,
+        max_tokens=max_tokens,
+        rounds=rounds,
+        arrival=arrival,
+        preset=preset,
+        quick=quick,
+        peers=peers,
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    run_bench(options, out, fresh, sys.argv[1:])
 
 
 @app.command()

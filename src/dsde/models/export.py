@@ -28,13 +28,18 @@ def export_pair(folder: Path) -> tuple[Path, Path]:
     file = GGUFFile(ensure_embedded_target())
     tokenizer = Tokenizer.from_gguf(file.meta, file.path)
     config, tensors = gguf_config(file), gguf_tensors(file)
-    draft_config = json.loads((DRAFT_FOLDER / "config.json").read_text(encoding="utf-8"))
-    draft_config.pop("dsde_draft", None)
-    draft_tensors = load_safetensors(DRAFT_FOLDER) | {EMBEDDING: tensors[EMBEDDING]}
-    del draft_tensors[TRIMMED_VOCAB]
     _write(folder / "target", config, tensors, tokenizer)
-    _write(folder / "draft", draft_config, draft_tensors, tokenizer)
+    _write(folder / "draft", *full_embedded_draft(tensors[EMBEDDING]), tokenizer)
     return folder / "target", folder / "draft"
+
+
+def full_embedded_draft(embedding: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The `config.json` and the tensors of the embedded draft with the whole vocabulary of its target."""
+    config = json.loads((DRAFT_FOLDER / "config.json").read_text(encoding="utf-8"))
+    config.pop("dsde_draft", None)
+    tensors = load_safetensors(DRAFT_FOLDER) | {EMBEDDING: embedding}
+    del tensors[TRIMMED_VOCAB]
+    return config, tensors
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:

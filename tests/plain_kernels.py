@@ -7,6 +7,7 @@ fails. The kernels themselves have tests of their own.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 
 from dsde.core.rng import Purpose
 from dsde.device import backend
+from dsde.drafting import signals
+from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
 from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
@@ -39,6 +42,7 @@ def install(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
     monkeypatch.setattr(attention, "paged_attention", paged_attention)
     monkeypatch.setattr(device, "sample_drafts", sample_drafts)
     monkeypatch.setattr(device, "advance", advance)
+    monkeypatch.setattr(device, "decide", decide)
     monkeypatch.setattr(device_executor, "judge", judge)
     monkeypatch.setattr(device_executor, "step_on", step_on)
     monkeypatch.setattr(kernels, "exponentials", exponentials)
@@ -137,6 +141,7 @@ def sample_drafts(
     store: DraftStore,
     sampled: bool,
     truncated: bool,
+    watched: bool = False,
 ) -> None:
     vocab = store.logits.shape[1]
     columns = min(vocab, logits.shape[1])
@@ -149,6 +154,58 @@ def sample_drafts(
         store.logits[place, :columns] = logits[row, :columns]
         purpose = Purpose.DRAFT if mode == DrawMode.RATIO else SHARED
         store.tokens[place] = _race(store.logits[place], draws, row, int(depth), purpose, sampled, truncated)
+        store.signals[place] = torch.nan
+        if watched:
+            found = store.logits[place : place + 1].float()
+            probs = signals.token_probs(found, store.tokens[place : place + 1].long())
+            store.signals[place] = torch.tensor([*signals.measure_all(found)[0], *probs])
+
+
+def decide(
+    arrays: dict[str, torch.Tensor], found: torch.Tensor, standings: torch.Tensor, decisions: torch.Tensor
+) -> None:
+    """One token after another."""
+    kind, look, is_first, number = arrays["rule"].tolist()
+    *weights, keep_above, go_on_above, pass_above, sign = arrays["rule_numbers"].tolist()
+    places = arrays["places"].tolist()
+    sequences = arrays["standings"].tolist()
+    codes = {}
+    worths = {}
+    for token, place in enumerate(places):
+        if place < 0:
+            continue
+        codes[token] = Decision.DROPPED
+        stands, log_prob = (1.0, 0.0) if is_first else standings[sequences[token]].tolist()
+        if stands < 0:
+            continue
+        entropy, top_prob, margin, token_prob = found[place].tolist()
+        assert not math.isnan(entropy), "a signal that nobody measured"
+        log_prob += math.log(max(token_prob, 1e-30))
+        bound = float(arrays["bounds"][token])
+        value = (entropy, top_prob, margin, token_prob, log_prob)[look]
+        is_beyond = value > bound if sign > 0 else value < bound
+        is_fixed = False
+        if kind == Kind.WORTH:
+            is_fixed = bound == math.inf
+            odds = bound + weights[0] * math.sqrt(entropy) + weights[1] * top_prob + weights[2] * margin
+            stands *= 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
+            is_kept = is_fixed or stands >= keep_above
+        else:
+            is_kept = not (kind == Kind.BEFORE and is_beyond)
+        standings[sequences[token]] = torch.tensor([stands, log_prob])
+        if not is_kept:
+            continue
+        codes[token] = Decision.KEPT
+        worth = stands * float(arrays["outlooks"][token])
+        ends = not (is_fixed or worth >= go_on_above) if kind == Kind.WORTH else kind == Kind.AFTER and is_beyond
+        if arrays["may_go_on"][token] and not ends:
+            worths[token] = math.inf if is_fixed else worth
+    if kind != Kind.WORTH or sum(worths.values()) >= pass_above:
+        codes |= dict.fromkeys(worths, Decision.GOES_ON)
+    for token, code in codes.items():
+        if code != Decision.GOES_ON:
+            standings[sequences[token], 0] = -1.0
+        decisions[token] = (number << 32) | code
 
 
 def judge(
@@ -201,8 +258,6 @@ def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, table_width:
     for sequence, row in enumerate(arrays["judged"].tolist()):
         pair = slice(2 * sequence, 2 * sequence + 2)
         if row < 0:
-            arrays["slots"][pair] = -1
-            arrays["contexts"][sequence] = 0
             continue
         accepted = int(verdict[row])
         emitted = verdict[start + row * width :][:width].tolist()

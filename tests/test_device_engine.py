@@ -6,10 +6,11 @@ without graphs that are only played, and a few short texts are made by the real 
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,16 +24,21 @@ pytest.importorskip("triton")
 import plain_kernels
 from dsde import RequestOutput, SamplingParams
 from dsde.core.errors import OutOfMemory
+from dsde.core.selection import VerifyBudget
+from dsde.core.stops import Signal, Stop, StopAfter, StopBefore, StopByWorth, TokenSignal
 from dsde.device import backend
+from dsde.device.staging import Layout, Sheet
 from dsde.drafting import device as drafting_device
 from dsde.drafting import kernels as drafting_kernels
+from dsde.drafting import ruling as drafting_ruling
+from dsde.drafting.ruling import ruling_sizes
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
 from dsde.engine.executor import HostExecutor
 from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.decoder import Decoder
-from dsde.policies import BatchView, Plan, Policy
+from dsde.policies import BatchView, Need, Outcome, Plan, Policy
 from dsde.sampling.kernels import DrawMode
 from test_lossless_distribution import (
     LENGTH,
@@ -347,7 +353,7 @@ def test_a_draft_that_is_the_target_is_never_rejected(way: Way, seed: int) -> No
     while len(names) < len(work) or engine.has_work:
         while len(names) < len(work) and rng.random() < 0.7:
             names.append(engine.add(*work[len(names)]))
-        if rng.random() < 0.05 and engine.abort(name := rng.choice(names)) is not None:
+        if names and rng.random() < 0.05 and engine.abort(name := rng.choice(names)) is not None:
             aborted.add(name)
         done.update((output.request_id, output) for output in engine.step().finished)
     kept = [place for place, name in enumerate(names) if name not in aborted]
@@ -362,7 +368,7 @@ def test_a_draft_that_is_the_target_is_never_rejected(way: Way, seed: int) -> No
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("draft", ["close", "ngram"])
 def test_memory_for_two_and_a_half(way: Way, draft: str, greedy: bool) -> None:
-    work = random_work(seed=7, greedy=greedy, count=16)
+    work = random_work(seed=7, greedy=greedy, count=48)
     engine = way.engine(draft, "static:5", kv_cache_bytes=9 * block_bytes(draft), max_model_len=128)
     expected = way.alone(work) if greedy else way.alone_on_device(work)
     check_same(expected, answers_together(engine, work, seed=8))
@@ -538,6 +544,156 @@ def test_a_prompt_of_one_token_is_read_again(way: Way) -> None:
     engine = way.engine("far", "static:2")
     outputs = complete(engine, [prompt for prompt, _ in work], work[0][1])
     assert tokens_of(outputs) == tokens_of(way.alone(work))
+
+
+# Rules that stop drafts, and budgets
+
+
+def rule_before(count: int) -> Stop:
+    return StopBefore(Signal.ENTROPY, np.full(count, 2.6), True)
+
+
+def rule_before_but_not_at_once(count: int) -> Stop:
+    return StopBefore(Signal.TOP_PROB, np.full(count, 0.25), False, first_depth=1)
+
+
+def rule_after(count: int) -> Stop:
+    return StopAfter(Signal.MARGIN, np.full(count, 0.1), False)
+
+
+def rule_after_token(count: int) -> Stop:
+    return StopAfter(TokenSignal.TOKEN_PROB, np.full(count, 0.25), False)
+
+
+def rule_after_all(count: int) -> Stop:
+    return StopAfter(TokenSignal.TOTAL_LOG_PROB, np.full(count, -3.5), False)
+
+
+def rule_by_worth(count: int) -> Stop:
+    outlooks = np.linspace(0.5, 0.9, count) if count > 1 else np.full(count, 0.8)
+    return StopByWorth(np.array([-0.8, 2.0, 1.0]), np.full(count, 1.7), outlooks, 0.25, 0.3, 0.6)
+
+
+RULES = [rule_before, rule_before_but_not_at_once, rule_after, rule_after_token, rule_after_all, rule_by_worth]
+
+
+class Ruled(Policy):
+    """So many tokens, or until a rule or a budget ends it; remembers what it was told."""
+
+    needs = Need.TOKEN_PROB | Need.DRAFT_SIGNALS
+
+    def __init__(self, *rules: Callable[[int], Stop] | None, length: int = 5, budget: int | None = None) -> None:
+        self.rules = itertools.cycle(rules)
+        self.length, self.budget = length, budget
+        self.outcomes: list[Outcome] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        lengths = np.minimum(self.length, batch.rooms)
+        rule = next(self.rules)
+        plan = Plan(lengths, lengths.astype(float), np.ones(len(lengths), dtype=bool))
+        plan.stop = None if rule is None else rule(len(lengths))
+        plan.budget = None if self.budget is None else VerifyBudget(Signal.TOP_PROB, self.budget)
+        return plan
+
+    def observe(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+
+def check_same_outcomes(found: list[Outcome], expected: list[Outcome]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        for name in ("slots", "drafted", "accepted", "num_draft_passes", "num_drafted"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
+        for name in ("token_probs", "draft_signals"):
+            np.testing.assert_allclose(getattr(a, name), getattr(b, name), rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("draft", ["close", "far", "ngram"])
+@pytest.mark.parametrize(
+    ("rules", "budget"),
+    [*(((rule,), None) for rule in RULES), ((None,), 7), (tuple(RULES), 9), ((None, rule_before), None)],
+    ids=[*(rule.__name__[5:] for rule in RULES), "budget", "rules and a budget", "a rule at times"],
+)
+def test_drafts_stop_where_they_do_on_the_host(
+    way: Way, rules: tuple[Callable[[int], Stop] | None, ...], budget: int | None, draft: str
+) -> None:
+    """Lengths, passes, signals: all that a policy is told; and the text."""
+    work = [(prompt, params) for prompt, params in random_work(21, greedy=True, count=9) if params.n == 1]
+    work = [(prompt, replace(params, max_tokens=30, prompt_logprobs=None)) for prompt, params in work]
+    outcomes, texts = [], []
+    for context in (nullcontext, way.host):
+        with context():
+            device = DEVICE if context is nullcontext else torch.device("cpu")
+            policy = Ruled(*rules, budget=budget)
+            engine = make_engine(model("target", device), model(draft, device), policy, max_num_seqs=6)
+            assert isinstance(engine.executor, DeviceExecutor) == (context is nullcontext)
+            ids = [engine.add(*one) for one in work]
+            done = run(engine)
+            texts.append(tokens_of([done[name] for name in ids]))
+            outcomes.append(policy.outcomes)
+            assert engine.metrics.num_host_steps == 0
+            assert engine.metrics.num_accepted_tokens > 0 or draft == "far"
+            if draft != "ngram":
+                assert engine.metrics.num_stopped + engine.metrics.num_cut > 0
+            check_nothing_is_held(engine)
+    assert texts[0] == texts[1] == tokens_of(way.alone(work))
+    check_same_outcomes(*outcomes)
+
+
+@pytest.mark.parametrize("seed", range(8 if HAS_CUDA else 3))
+def test_a_stopped_draft_that_is_the_target_is_never_rejected(way: Way, seed: int) -> None:
+    """Rules that come and go, those who ride along, first tokens dropped after they were drawn ahead: one hole in the
+    draft's KV and a token would fall."""
+    rng = random.Random(seed)
+    way.monkeypatch.setattr(drafting_device, "_FIRST_STORE_ROWS", 3)
+    work = random_work(seed + 30, greedy=seed % 2 == 0, count=20, edited=0.1)
+    expected = way.alone(work) if seed % 2 == 0 else way.alone_on_device(work)
+    rules = [*RULES, *RULES, None, None]
+    rng.shuffle(rules)
+    policy = Ruled(*rules, length=rng.choice([3, 6]), budget=rng.choice([None, 8]))
+    engine = way.engine(
+        "target",
+        policy,
+        kv_cache_bytes=rng.choice([12, 30]) * block_bytes("target"),
+        max_num_seqs=rng.choice([3, 8]),
+        max_num_batched_tokens=rng.choice([3, 17, 200]),
+        max_model_len=128,
+    )
+    starts = HeadStarts(engine)
+    check_same(expected, answers_together(engine, work, seed))
+    assert starts.num_used > 0
+    rejected = engine.metrics.num_draft_tokens - engine.metrics.num_accepted_tokens
+    assert rejected <= (engine.metrics.num_draft_tokens // 1000 if HAS_CUDA else 0)
+    assert engine.metrics.num_draft_tokens > 0
+    check_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["svip:0.5", "adaedl", "confidence", "ddd:-1.5", "margin:0.1", "gammatune+:0.2", "tetris:6", "svip:0.5|tetris:6"],
+)
+def test_no_stop_sends_a_step_to_the_host(way: Way, policy: str) -> None:
+    work = random_work(seed=41, greedy=False, count=10)
+    engine = way.engine("close", policy, max_num_seqs=6)
+    check_same(way.alone_on_device(work), answers_together(engine, work, seed=42))
+    assert engine.metrics.num_host_steps == 0
+    assert engine.metrics.num_stopped + engine.metrics.num_cut > 0
+
+
+def test_a_stopped_first_token_was_read_ahead(way: Way) -> None:
+    """Who drops its first token has read all the same, and reads ahead again."""
+
+    def never_draft(count: int) -> Stop:
+        return StopBefore(Signal.ENTROPY, np.full(count, -1.0), True)
+
+    policy = Ruled(never_draft)
+    engine = way.engine("target", policy)
+    starts = HeadStarts(engine)
+    complete(engine, [[1, 2, 3], [4, 5]], SamplingParams(temperature=0, max_tokens=12))
+    assert engine.metrics.num_draft_tokens == 0
+    assert starts.num_used >= 2 * 8
+    assert all(outcome.num_draft_passes == 1 for outcome in policy.outcomes[1:-1])
+    assert sum(outcome.num_catch_up_tokens for outcome in policy.outcomes) == 5
 
 
 # Steps that follow on one that nobody has seen
@@ -753,6 +909,77 @@ def test_step_on_kernel(seed: int) -> None:
     arrays |= {name: random_words(rng, num_seqs) for name in ("counters", "tokens", "positions", "slots")}
     emitted = random_words(rng, num_seqs, width)
     check_same_arrays(drafting_kernels.step_on, plain_kernels.step_on, arrays, emitted, table_width)
+
+
+class Ruling:
+    """Random tokens before a random rule, with bounds that some of them are beyond."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        count, num_seqs, capacity = int(rng.integers(1, 40)), 40, 200
+        self.count = count
+        signals = np.stack([rng.gamma(2, 1, capacity), *rng.random((3, capacity))], axis=1)
+        signals[:, 3] *= rng.choice([1.0, 0.0, 1e-38], capacity, p=[0.9, 0.05, 0.05])
+        self.signals = torch.from_numpy(signals).float()
+        self.standings = torch.from_numpy(np.stack([rng.random(num_seqs), -rng.gamma(2, 1, num_seqs)], axis=1)).float()
+        self.standings[torch.from_numpy(rng.random(num_seqs) < 0.3), 0] = -1.0
+        self.decisions = torch.full((count + 4,), -7, dtype=torch.int64)
+        stop = self.stop(rng, num_seqs)
+        sheet = Sheet.blank(Layout(ruling_sizes(count + int(rng.integers(4)))), pinned=False)
+        sequences = rng.permutation(num_seqs)[:count]
+        places = rng.permutation(capacity)[:count]
+        depth = int(rng.integers(0, 3))
+        self.number = int(rng.integers(1, 2**31))
+        drafting_ruling.Ruling(stop).write(sheet, sequences, places, rng.random(count) < 0.8, depth, self.number)
+        self.arrays = {name: torch.from_numpy(array) for name, array in sheet.arrays.items()}
+
+    @staticmethod
+    def stop(rng: np.random.Generator, count: int) -> Stop:
+        if rng.random() < 0.5:
+            offsets = np.where(rng.random(count) < rng.choice([0.0, 0.1]), np.inf, rng.normal(size=count) * 2)
+            offsets[int(rng.integers(count))] = -np.inf
+            return StopByWorth(rng.normal(size=3), offsets, rng.random(count), *rng.random(2) / 3, rng.random() * 3)
+        look = (*Signal, *TokenSignal)[int(rng.integers(5))]
+        above, is_before = rng.random(2) < 0.5
+        thresholds = rng.gamma(2, 1, count) if look is Signal.ENTROPY else rng.random(count)
+        if look is TokenSignal.TOTAL_LOG_PROB:
+            thresholds = -3 * thresholds
+        thresholds[rng.random(count) < 0.2] = np.inf if above else -np.inf
+        if is_before and isinstance(look, Signal):
+            return StopBefore(look, thresholds, bool(above), first_depth=int(rng.integers(2)))
+        return StopAfter(look, thresholds, bool(above))
+
+
+@pytest.mark.parametrize("seed", range(300 if HAS_CUDA else 40))
+def test_decide_kernel(seed: int) -> None:
+    case = Ruling(np.random.default_rng(seed))
+    pinned = case.decisions.clone().pin_memory() if HAS_CUDA else case.decisions.clone()
+    found = {name: array.to(DEVICE, copy=True) for name, array in case.arrays.items()}
+    standings = case.standings.to(DEVICE, copy=True)
+    drafting_kernels.decide(found, case.signals.to(DEVICE), standings, pinned)
+    if HAS_CUDA:
+        torch.cuda.synchronize()
+    plain_kernels.decide(case.arrays, case.signals, case.standings, case.decisions)
+    assert torch.equal(pinned, case.decisions)
+    assert (pinned[case.count :] == -7).all()
+    goes_on = case.standings[:, 0] >= 0
+    torch.testing.assert_close(standings.cpu()[goes_on], case.standings[goes_on], rtol=1e-5, atol=1e-5)
+    assert (standings.cpu()[~goes_on, 0] < 0).all()
+    for name, array in case.arrays.items():
+        assert torch.equal(found[name].cpu(), array), name
+
+
+def test_decisions_of_all_kinds_are_met() -> None:
+    """Or the test above would show little."""
+    met: dict[tuple[int, int], int] = {}
+    for seed in range(40):
+        case = Ruling(np.random.default_rng(seed))
+        plain_kernels.decide(case.arrays, case.signals, case.standings, case.decisions)
+        for word in case.decisions[: case.count].tolist():
+            key = int(case.arrays["rule"][0]), word & 0xFFFFFFFF
+            assert word >> 32 == case.number
+            met[key] = met.get(key, 0) + 1
+    assert len(met) == 9
+    assert min(met.values()) > 5
 
 
 # The real kernels, interpreted where there is no device

@@ -13,6 +13,7 @@ from scipy import stats
 pytest.importorskip("triton")
 
 from dsde.core.rng import Purpose
+from dsde.drafting.signals import measure_all, token_probs
 from dsde.sampling.kernels import DraftStore, DrawMode, Draws, exponentials, sample_drafts, truncation_thresholds
 from dsde.sampling.truncation import _edge
 from dsde.verification.divergence import kl_divergence, point_mass_divergence
@@ -158,6 +159,30 @@ def test_drafts(columns: int, vocab: int, dtype: torch.dtype, truncated: bool) -
         expected = [exact.max(), exact.logsumexp(0), kept.logsumexp(0), entropy]
         torch.testing.assert_close(store.stats[3 + row].cpu().double(), torch.stack(expected), atol=1e-4, rtol=1e-5)
     assert not store.stats[:3].any()
+    assert not store.signals.any()
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize(("columns", "vocab"), [(64, 64), (1300, 1300), (600, 700), (700, 600), (2, 2)])
+def test_signals_of_drafts(columns: int, vocab: int, sampled: bool) -> None:
+    """As the host measures them; also where the two likeliest are equal, in one chunk or in two."""
+    modes = [GREEDY, RATIO, PADDING, MATCH, GREEDY, RATIO] if sampled else [GREEDY, GREEDY, PADDING, GREEDY]
+    rng = np.random.default_rng(columns)
+    logits = torch.from_numpy(rng.normal(size=(len(modes), columns)) * 3).float().to(DEVICE)
+    logits[0, [columns // 3, columns - 1]] = 9.0
+    logits[1, :] = 1.0
+    draws = make_draws(modes, temperature=0.7)
+    store = DraftStore.allocate(9, vocab, torch.float32, DEVICE)
+    sample_drafts(logits, draws, ints([2]), ints([3]), store, sampled, False, True, chunk=CHUNK)
+    for row, mode in enumerate(modes):
+        if mode == PADDING:
+            assert not store.signals[3 + row].any()
+            continue
+        seen = store.logits[3 + row : 4 + row].cpu()
+        probs = token_probs(seen, store.tokens[3 + row : 4 + row].cpu().long())
+        expected = [*measure_all(seen)[0], *probs]
+        np.testing.assert_allclose(store.signals[3 + row].cpu().numpy(), expected, rtol=1e-4, atol=1e-5)
+    assert not store.signals[:3].any()
 
 
 def test_greedy_drafts_need_no_draws() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 _ALIGNMENT = 4
 """words; kernels load 16 bytes at a time"""
 
-FLOATS = frozenset({"inv_temperatures", "top_ps", "min_ps", "klds", "entropies"})
+FLOATS = frozenset({"inv_temperatures", "top_ps", "min_ps", "klds", "entropies", "bounds", "outlooks", "rule_numbers"})
 """names of arrays that hold float32; all others hold int32"""
 
 

@@ -1,29 +1,35 @@
-"""The same draft as `ModelDrafter`'s, without the host in the loop: all of its steps are queued on the device at once.
+"""The same draft as `ModelDrafter`'s, queued on the device: without a rule that stops it, all of its steps at once.
 
 Each step is a pass that ends by drawing its tokens into the draft store, where the next step and the target find them,
-so the host never sees a drafted token before the verdict. At every depth the sequences still drafting are a prefix of
-the batch, longest first, and a step's graph serves any such prefix of its bucket. Knows nothing of verification.
+so the host never sees a drafted token before the verdict. A rule is applied on the device as well; the host learns what
+it decided before it starts the next pass. Knows nothing of verification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
-from dsde.device.staging import Sheet
-from dsde.drafting.kernels import NUM_REREAD, advance
+from dsde.core.stops import Stop
+from dsde.device.mailbox import Mailbox
+from dsde.device.staging import Layout, Sheet
+from dsde.drafting.kernels import NUM_REREAD, advance, decide
 from dsde.drafting.model import DraftShare, ModelDrafter
+from dsde.drafting.ruling import Decision, Ruling, ruling_sizes
 from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
 from dsde.sampling.draw_mode import DrawMode
-from dsde.sampling.kernels import DraftStore, Draws, sample_drafts
+from dsde.sampling.kernels import NUM_SIGNALS, DraftStore, Draws, sample_drafts
 
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
 _FIRST_STORE_ROWS = 64
@@ -41,10 +47,24 @@ class DeviceProposals:
     """[sequences] tokens the draft had to read before its first own one, beyond the newest"""
     point_mass: bool = False
     """chosen rather than drawn from a distribution: nothing but the tokens is in the store"""
+    is_caught_up: BoolArray | None = None
+    """[sequences] the draft has read all of their tokens but perhaps the last one drafted; None: nobody's"""
+    num_passes: int = 0
+    """as in Proposals"""
+    signals: FloatArray | None = None
+    """[rows of the store, NUM_SIGNALS] on the host; None: nobody asked"""
 
     @staticmethod
     def nothing(num_sequences: int) -> DeviceProposals:
         return DeviceProposals(np.zeros(num_sequences, dtype=np.int64), np.empty((num_sequences, 0), dtype=np.int64))
+
+    def cut(self, lengths: IntArray) -> DeviceProposals:
+        """The beginnings of the drafts, so much of each."""
+        return replace(self, lengths=lengths, rows=_beginnings(self.rows, lengths))
+
+    def signals_of_drafts(self) -> NDArray[np.float64] | None:
+        """[sum(lengths), NUM_SIGNALS] sequence after sequence."""
+        return None if self.signals is None else self.signals[self.rows[self.rows >= 0]].astype(np.float64)
 
 
 @dataclass(slots=True)
@@ -57,9 +77,22 @@ class Drafts:
     """[most drafted tokens of a step] never moves"""
     store: DraftStore | None = field(init=False, default=None)
     """None: there was no memory for it"""
+    _signals: torch.Tensor = field(init=False, default_factory=lambda: torch.empty((0, NUM_SIGNALS)))
+    """the store's, on the host"""
 
     def __post_init__(self) -> None:
         self._allocate(_FIRST_STORE_ROWS)
+
+    def fetch_signals(self, num_rows: int, wait: bool) -> FloatArray:
+        """[num_rows, NUM_SIGNALS] of the store's first rows, on the host: now, or when the step is over."""
+        assert self.store is not None
+        if len(self._signals) < num_rows:
+            is_cuda = self.tokens.device.type == "cuda"
+            self._signals = torch.empty((self.capacity, NUM_SIGNALS), pin_memory=is_cuda)
+        found = self._signals[:num_rows]
+        found.copy_(self.store.signals[:num_rows], non_blocking=not wait)
+        values: FloatArray = found.numpy()
+        return values
 
     @property
     def capacity(self) -> int:
@@ -85,7 +118,7 @@ class DeviceDrafter:
     already reads it and draws the first tokens. Whoever does not draft after all has lost nothing but that pass.
     """
 
-    def __init__(self, host: ModelDrafter, table: SequenceTable, drafts: Drafts) -> None:
+    def __init__(self, host: ModelDrafter, table: SequenceTable, drafts: Drafts, max_num_seqs: int) -> None:
         self.host = host
         self.model = host.model
         self.table = table
@@ -96,51 +129,130 @@ class DeviceDrafter:
         self._ahead: dict[Sequence, int] = {}
         """store rows of first tokens that were drawn ahead, good for the next step alone"""
         self._ahead_turn = 0
+        self._watches = False
+        """whether somebody has wanted signals before: those of first tokens must be there before anybody asks"""
+        self._ahead_is_watched = False
+        self.mailbox = Mailbox(max_num_seqs, drafts.tokens.device)
+        self._standings = torch.zeros((max_num_seqs, 2), device=drafts.tokens.device)
+        self._first_rulings: dict[int, tuple[Sheet, torch.Tensor, dict[str, torch.Tensor]]] = {}
+        """inputs of the first decision of a step, by how many it is on"""
 
     def propose(
-        self, sequences: list[Sequence], slots: IntArray, lengths: IntArray, begin: Callable[[], None]
+        self,
+        sequences: list[Sequence],
+        slots: IntArray,
+        lengths: IntArray,
+        begin: Callable[[], None],
+        stop: Stop | None = None,
+        watched: bool = False,
     ) -> DeviceProposals:
-        """Queue the draft; `begin` is called right before the device first hears of it."""
-        ahead = self._take_ahead(sequences, lengths)
+        """Queue the draft; `begin` is called right before the device first hears of it.
+
+        With a `stop` the next pass waits for what the device decides on the last: it is ready and its inputs are there
+        by then, made for everybody who may still go on, and only its start depends on the decisions. Whoever ended
+        meanwhile rides along in that one pass. `watched` drafts have signals in the store.
+        """
+        watched = watched or stop is not None
+        self._watches = self._watches or watched
+        ahead = self._take_ahead(sequences, lengths, watched)
         share = self.host.share(sequences, np.where(ahead < 0, lengths, 0))
         rooms = self.model.config.max_position_embeddings + 1 - np.array([len(s.tokens) for s in sequences])
         lengths = np.where(ahead < 0, share.lengths, np.minimum(lengths, np.maximum(rooms, 0)))
-        longest = int(lengths.max())
-        rows = np.full((len(sequences), longest), -1, dtype=np.int64)
-        if longest:
-            rows[:, 0] = ahead
-        num_rows = int(ahead.max()) + 1
+        draft = _Draft(lengths.copy(), ahead)
         if len(share.order):
             num_drafting = int((share.lengths > 0).sum())
             batch = self._batch([sequences[i] for i in share.order.tolist()], slots[share.order], 0)
-            step = self._read(batch, share.chunks[share.order], num_drafting, num_rows)
+            step = self._read(batch, share.chunks[share.order], num_drafting, draft.num_rows, watched)
             begin()
             self.passes.run(*step)
-            if longest:
-                rows[share.order[:num_drafting], 0] = np.arange(num_rows, num_rows + num_drafting)
-            num_rows += num_drafting
-        order = np.argsort(-lengths, kind="stable")[: int((lengths > 0).sum())]
-        if longest > 1:
-            batch = self._batch([sequences[i] for i in order.tolist()], slots[order], longest)
-        for depth in range(1, longest):
-            active = order[: int((lengths > depth).sum())]
-            step = self._extend(batch.first(len(active)), depth, rows[active, depth - 1], num_rows)
+            draft.add(share.order[:num_drafting], 0)
+        drafting = np.argsort(-lengths, kind="stable")[: int((lengths > 0).sum())]
+        self._go_on(draft, drafting, sequences, slots, begin, None if stop is None else Ruling(stop), watched)
+        self._settle(sequences, draft.lengths, share, ahead)
+        return DeviceProposals(
+            draft.lengths,
+            draft.rows_kept(),
+            share.num_catch_up_tokens,
+            is_caught_up=lengths > 0,
+            num_passes=draft.num_passes,
+        )
+
+    def _go_on(
+        self,
+        draft: _Draft,
+        drafting: IntArray,
+        sequences: list[Sequence],
+        slots: IntArray,
+        begin: Callable[[], None],
+        ruling: Ruling | None,
+        watched: bool,
+    ) -> None:
+        """The passes after the first, for those who are `drafting`, longest first."""
+        batch: _Batch | None = None
+        number = None
+        if ruling is not None and ruling.decides(0) and len(drafting):
             begin()
-            self.passes.run(*step)
-            rows[active, depth] = np.arange(num_rows, num_rows + len(active))
-            num_rows += len(active)
-        self._settle(sequences, lengths, share, ahead)
-        return DeviceProposals(lengths, rows, share.num_catch_up_tokens)
+            number = self._decide_first(ruling, draft, drafting)
+        for depth in range(1, int(draft.lengths.max(initial=0)) + 1):
+            goes_on = draft.lengths[drafting] > depth
+            following, following_number, step = drafting[goes_on], None, None
+            if len(following):
+                if batch is None:
+                    longest = int(draft.lengths.max())
+                    batch = self._batch([sequences[i] for i in following.tolist()], slots[following], longest)
+                else:
+                    batch = batch.only(goes_on)
+                decides = ruling is not None and ruling.decides(depth)
+                step = self._extend(batch, depth, draft.rows[following, depth - 1], draft.num_rows, watched, decides)
+                if ruling is not None and decides:
+                    following_number = self.mailbox.next_number()
+                    places = np.arange(draft.num_rows, draft.num_rows + len(following))
+                    may_go_on = draft.lengths[following] > depth + 1
+                    ruling.write(step[1], following, places, may_go_on, depth, following_number)
+                begin()
+                self.passes.load(*step)
+            decisions = None
+            if ruling is not None and number is not None and (step is not None or ruling.may_drop):
+                decisions = self.mailbox.wait(number, len(drafting))
+                if decisions.max() < Decision.GOES_ON:
+                    step = None
+            if step is not None:
+                self.passes.start(step[0])
+            if decisions is not None:
+                draft.end(drafting, depth - 1, decisions)
+            if step is None:
+                break
+            draft.add(following, depth)
+            drafting, number = following, following_number
+
+    def _decide_first(self, ruling: Ruling, draft: _Draft, drafting: IntArray) -> int:
+        """Let the device decide on first tokens, some of which may have been drawn before there was a rule; returns the
+        letter's number."""
+        size = power_of_2(len(drafting))
+        if size not in self._first_rulings:
+            layout = Layout(ruling_sizes(size))
+            words = torch.empty(layout.num_words, dtype=torch.int32, device=self.model.device)
+            sheet = Sheet.blank(layout, pinned=words.device.type == "cuda")
+            self._first_rulings[size] = sheet, words, layout.views(words)
+        sheet, words, arrays = self._first_rulings[size]
+        number = self.mailbox.next_number()
+        ruling.write(sheet, drafting, draft.rows[drafting, 0], draft.lengths[drafting] > 1, 0, number)
+        words.copy_(sheet.words, non_blocking=True)
+        assert self.drafts.store is not None
+        decide(arrays, self.drafts.store.signals, self._standings, self.mailbox.words)
+        return number
 
     def read_ahead(
         self,
         sequences: list[Sequence],
         slots: IntArray,
         lengths: IntArray,
+        is_caught_up: BoolArray,
         verdict: torch.Tensor,
         places: tuple[int, int],
     ) -> bool:
-        """Queue the first pass of the next step's draft for those who draft in this one; False: there is nobody.
+        """Queue the first pass of the next step's draft for those who are caught up and whose drafts in this one have
+        these lengths; False: there is nobody.
 
         `verdict` is where the device will find what stood (`places`: start and width of its emitted tokens), in the
         order of `sequences`.
@@ -148,7 +260,7 @@ class DeviceDrafter:
         longest = self.model.config.max_position_embeddings
         # Wherever the verdict ends, the newest token must have a block and a position.
         rooms = [min(longest, len(s.block_table) * BLOCK_SIZE) - len(s.tokens) for s in sequences]
-        goes = np.flatnonzero((lengths > 0) & (lengths < rooms)).tolist()
+        goes = np.flatnonzero(is_caught_up & (lengths < rooms)).tolist()
         if not goes:
             return False
         if verdict.data_ptr() != self._verdict.data_ptr():
@@ -161,7 +273,9 @@ class DeviceDrafter:
         counters = self.table.counters(active, batch.variant[0], num_steps_later=1)
         # Two sheets in turn: the device may not have read the last one yet, since nobody waited for it.
         self._ahead_turn = 1 - self._ahead_turn
-        entry, sheet = self._step(rows, contexts, batch, False, 0, 0, counters, self._ahead_turn)
+        self._ahead_is_watched = self._watches
+        variant = _Variant(*batch.variant, is_ahead=True, is_watched=self._watches)
+        entry, sheet = self._step(rows, contexts, batch, False, 0, 0, variant, counters, self._ahead_turn)
         host, count = sheet.arrays, len(active)
         host["logit_rows"][:count] = rows.starts + NUM_REREAD - 1
         host["judged"].fill(-1)
@@ -198,19 +312,19 @@ class DeviceDrafter:
             self._logits = torch.empty(0)
             self._logits = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
 
-    def _take_ahead(self, sequences: list[Sequence], lengths: IntArray) -> IntArray:
+    def _take_ahead(self, sequences: list[Sequence], lengths: IntArray, watched: bool) -> IntArray:
         """[sequences] store rows of first tokens that are there already; -1: none."""
         ahead, self._ahead = self._ahead, {}
-        if not ahead:
+        if not ahead or (watched and not self._ahead_is_watched):
             return np.full(len(sequences), -1, dtype=np.int64)
         rows = np.array([ahead.get(s, -1) for s in sequences], dtype=np.int64)
         return np.where(lengths > 0, rows, -1)
 
     def _settle(self, sequences: list[Sequence], lengths: IntArray, share: DraftShare, ahead: IntArray) -> None:
         """Note what the draft has read."""
-        self.host.settle(sequences, share)
+        self.host.settle(sequences, replace(share, lengths=np.where(ahead < 0, lengths, 0)))
         for i in np.flatnonzero(ahead >= 0).tolist():
-            sequences[i].num_draft_computed = len(sequences[i].tokens) + int(lengths[i]) - 1
+            sequences[i].num_draft_computed = len(sequences[i].tokens) + max(int(lengths[i]) - 1, 0)
 
     def _batch(self, active: list[Sequence], slots: IntArray, num_more: int) -> _Batch:
         num_tokens = np.array([len(s.tokens) for s in active], dtype=np.int64)
@@ -218,11 +332,14 @@ class DeviceDrafter:
         tables = self.table.tables(slots, -(-(int(num_tokens.max()) + num_more) // BLOCK_SIZE))
         return _Batch(active, slots, num_tokens, tables, self.table.counters(active, variant[0]), variant)
 
-    def _read(self, batch: _Batch, chunks: IntArray, num_drafting: int, first_row: int) -> tuple[Pass, Sheet]:
+    def _read(
+        self, batch: _Batch, chunks: IntArray, num_drafting: int, first_row: int, watched: bool
+    ) -> tuple[Pass, Sheet]:
         """Read what is new, and draw a first token for the first `num_drafting` sequences."""
         rows = RaggedRows(chunks)
         starts = np.array([s.num_draft_computed for s in batch.sequences], dtype=np.int64)
-        entry, sheet = self._step(rows, starts + chunks, batch, rows.longest == 1, 0, first_row)
+        variant = _Variant(*batch.variant, is_watched=watched)
+        entry, sheet = self._step(rows, starts + chunks, batch, rows.longest == 1, 0, first_row, variant)
         host = sheet.arrays
         if rows.longest == 1:
             host["tokens"][: rows.count] = [s.tokens[s.num_draft_computed] for s in batch.sequences]
@@ -237,11 +354,14 @@ class DeviceDrafter:
             sheet.written.pop("draws")
         return entry, sheet
 
-    def _extend(self, batch: _Batch, depth: int, sources: IntArray, first_row: int) -> tuple[Pass, Sheet]:
+    def _extend(
+        self, batch: _Batch, depth: int, sources: IntArray, first_row: int, watched: bool, decides: bool
+    ) -> tuple[Pass, Sheet]:
         """Read the tokens drafted last, which lie at `sources` in the store, and draw the next."""
         count = len(sources)
         rows = RaggedRows(np.ones(count, dtype=np.int64))
-        entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row)
+        variant = _Variant(*batch.variant, is_watched=watched, decides=decides)
+        entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row, variant)
         sheet.arrays["sources"][:count] = sources
         return entry, sheet
 
@@ -253,14 +373,16 @@ class DeviceDrafter:
         takes_all_rows: bool,
         depth: int,
         first_row: int,
+        variant: _Variant,
         counters: IntArray | None = None,
         ahead_turn: int | None = None,
     ) -> tuple[Pass, Sheet]:
-        is_ahead = ahead_turn is not None
         num_rows = None if takes_all_rows else len(contexts)
-        shape = self.passes.shape(rows, contexts, num_rows, variant=(*batch.variant, is_ahead))
+        shape = self.passes.shape(rows, contexts, num_rows, variant=variant)
         more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
-        if is_ahead:
+        if variant.decides:
+            more |= ruling_sizes(shape.num_rows)
+        if variant.is_ahead:
             more |= dict.fromkeys(("judged", "num_tokens", "last_tokens"), shape.num_seqs)
             more |= {"emitted_start": 1, "emitted_width": 1}
         entry, sheet = self.passes.prepare(shape, more, turn=depth if ahead_turn is None else ahead_turn)
@@ -272,14 +394,57 @@ class DeviceDrafter:
 
     def _body(self, entry: Pass) -> None:
         shape, arrays = entry.shape, entry.arrays
-        *variant, is_ahead = shape.variant
-        if is_ahead:
+        variant = _Variant(*shape.variant)
+        if variant.is_ahead:
             advance(arrays, self._verdict, shape.table_width)
         hidden = self.model.read(entry.batch, self.host.cache)
         logits = self.model.logits(hidden, entry.batch.logit_rows, out=self._logits[: shape.num_rows])
         draws, store = draws_of(arrays), self.drafts.store
         assert store is not None
-        sample_drafts(logits, draws, arrays["depth"], arrays["first_row"], store, *variant)
+        sampling = variant.sampled, variant.truncated, variant.is_watched
+        sample_drafts(logits, draws, arrays["depth"], arrays["first_row"], store, *sampling)
+        if variant.decides:
+            decide(arrays, store.signals, self._standings, self.mailbox.words)
+
+
+class _Variant(NamedTuple):
+    """What the kernels of a pass are compiled for."""
+
+    sampled: bool
+    truncated: bool
+    is_ahead: bool = False
+    is_watched: bool = False
+    decides: bool = False
+
+
+class _Draft:
+    """Drafts of a step while they are made."""
+
+    def __init__(self, lengths: IntArray, ahead: IntArray) -> None:
+        self.lengths = lengths
+        """[sequences] how far they go, for all that is known"""
+        self.rows = np.full((len(lengths), int(lengths.max(initial=0))), -1, dtype=np.int64)
+        """[sequences, depths] where in the store the tokens drawn so far lie, those of ended drafts included"""
+        self.num_rows = int(ahead.max()) + 1
+        """of the store, that are taken"""
+        self.num_passes = int(self.num_rows > 0)
+        if self.rows.shape[1]:
+            self.rows[:, 0] = ahead
+
+    def add(self, members: IntArray, depth: int) -> None:
+        """A pass that draws a token for each of these."""
+        self.num_passes = depth + 1
+        if len(members):
+            self.rows[members, depth] = np.arange(self.num_rows, self.num_rows + len(members))
+            self.num_rows += len(members)
+
+    def end(self, members: IntArray, depth: int, decisions: IntArray) -> None:
+        """What was decided on their tokens at this depth; those who had ended before only rode along."""
+        ends = (self.lengths[members] > depth) & (decisions < Decision.GOES_ON)
+        self.lengths[members[ends]] = depth + decisions[ends]
+
+    def rows_kept(self) -> IntArray:
+        return _beginnings(self.rows, self.lengths)
 
 
 @dataclass(slots=True)
@@ -293,17 +458,23 @@ class _Batch:
     counters: IntArray
     variant: tuple[bool, bool]
 
-    def first(self, count: int) -> _Batch:
-        if count == len(self.sequences):
+    def only(self, kept: BoolArray) -> _Batch:
+        if kept.all():
             return self
         return _Batch(
-            self.sequences[:count],
-            self.slots[:count],
-            self.num_tokens[:count],
-            self.tables[:count],
-            self.counters[:count],
+            [sequence for sequence, stays in zip(self.sequences, kept.tolist(), strict=True) if stays],
+            self.slots[kept],
+            self.num_tokens[kept],
+            self.tables[kept],
+            self.counters[kept],
             self.variant,
         )
+
+
+def _beginnings(rows: IntArray, lengths: IntArray) -> IntArray:
+    """Of every row so much, -1 behind it."""
+    longest = int(lengths.max(initial=0))
+    return np.where(np.arange(longest) < lengths[:, None], rows[:, :longest], -1)
 
 
 def draws_of(arrays: dict[str, torch.Tensor]) -> Draws:

@@ -1,4 +1,5 @@
-"""What the device must know to draft on by itself, straight from a verdict that the host has not seen yet.
+"""What the device must know to draft on by itself: straight from a verdict that the host has not seen yet, or as far as
+a rule lets it.
 
 Knows nothing of how the verdict came about; `DeviceDrafter` says when it is worth it.
 """
@@ -10,12 +11,21 @@ import triton
 import triton.language as tl
 
 from dsde.device.launch import programmatic_launch
+from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
+from dsde.drafting.watch import SMALLEST_PROB
 from dsde.models.batch import BLOCK_SIZE
 from dsde.sampling.kernels import MATCH
 
 NUM_REREAD = 2
 """Tokens that every sequence reads: the newest, and the one before it, which is new as well where all drafts stood."""
+
+_BEFORE = tl.constexpr(int(Kind.BEFORE))
+_AFTER = tl.constexpr(int(Kind.AFTER))
+_WORTH = tl.constexpr(int(Kind.WORTH))
+_KEPT = tl.constexpr(int(Decision.KEPT))
+_GOES_ON = tl.constexpr(int(Decision.GOES_ON))
+_SMALLEST_PROB = tl.constexpr(SMALLEST_PROB)
 
 
 def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, table_width: int) -> None:
@@ -68,6 +78,99 @@ def step_on(arrays: dict[str, torch.Tensor], emitted: torch.Tensor, table_width:
         num_warps=1,
         launch_pdl=pdl,
     )
+
+
+def decide(
+    arrays: dict[str, torch.Tensor], signals: torch.Tensor, standings: torch.Tensor, decisions: torch.Tensor
+) -> None:
+    """Apply the rule in a pass's arrays (`Ruling.write`) to the tokens it drew, whose `signals` are in the draft store.
+
+    `standings` [sequences, 2] is kept from pass to pass: the chance that a draft stands so far (negative: it has ended)
+    and its log-probability. `decisions` [at least as many as tokens] are words of a `Mailbox`.
+    """
+    pdl = programmatic_launch()
+    size = triton.next_power_of_2(len(arrays["places"]))
+    _decide_kernel[(1,)](
+        signals,
+        standings,
+        decisions,
+        arrays["places"],
+        arrays["standings"],
+        arrays["may_go_on"],
+        arrays["bounds"],
+        arrays["outlooks"],
+        arrays["rule"],
+        arrays["rule_numbers"],
+        len(arrays["places"]),
+        SIZE=size,
+        PDL=pdl,
+        num_warps=min(8, max(1, size // 32)),
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _decide_kernel(
+    signals: tl.tensor,
+    standings: tl.tensor,
+    decisions: tl.tensor,
+    places: tl.tensor,
+    sequences: tl.tensor,
+    may_go_on: tl.tensor,
+    bounds: tl.tensor,
+    outlooks: tl.tensor,
+    rule: tl.tensor,
+    rule_numbers: tl.tensor,
+    count: tl.tensor,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tokens = tl.arange(0, SIZE)
+    place = tl.load(places + tokens, mask=tokens < count, other=-1)
+    here = place >= 0
+    sequence = tl.load(sequences + tokens, mask=here, other=0)
+    kind = tl.load(rule)
+    look = tl.load(rule + 1)
+    begun = here & (tl.load(rule + 2) == 0)
+    stands = tl.load(standings + 2 * sequence, mask=begun, other=1.0)
+    log_prob = tl.load(standings + 2 * sequence + 1, mask=begun, other=0.0)
+    alive = here & (stands >= 0)
+    entropy = tl.load(signals + 4 * place, mask=here, other=0.0)
+    top_prob = tl.load(signals + 4 * place + 1, mask=here, other=1.0)
+    margin = tl.load(signals + 4 * place + 2, mask=here, other=1.0)
+    token_prob = tl.load(signals + 4 * place + 3, mask=here, other=1.0)
+    bound = tl.load(bounds + tokens, mask=here, other=0.0)
+    log_prob += tl.log(tl.maximum(token_prob, _SMALLEST_PROB))
+
+    value = tl.where(look == 0, entropy, tl.where(look == 1, top_prob, margin))
+    value = tl.where(look == 3, token_prob, tl.where(look == 4, log_prob, value))
+    sign = tl.load(rule_numbers + 6)
+    is_beyond = sign * value > sign * bound
+    looks = tl.load(rule_numbers) * tl.sqrt(entropy) + tl.load(rule_numbers + 1) * top_prob
+    looks += tl.load(rule_numbers + 2) * margin
+    by_worth = kind == _WORTH
+    is_fixed = by_worth & (bound == float("inf"))
+    stands = tl.where(by_worth, stands / (1.0 + tl.exp(-(bound + looks))), stands)
+    is_worth_it = is_fixed | (stands >= tl.load(rule_numbers + 3))
+    kept = alive & tl.where(by_worth, is_worth_it, (kind != _BEFORE) | (is_beyond == 0))
+
+    worth = stands * tl.load(outlooks + tokens, mask=here, other=0.0)
+    is_worth_it = is_fixed | (worth >= tl.load(rule_numbers + 4))
+    would = kept & (tl.load(may_go_on + tokens, mask=here, other=0) > 0)
+    would = would & tl.where(by_worth, is_worth_it, (kind != _AFTER) | (is_beyond == 0))
+    together = tl.sum(tl.where(would, worth, 0.0))
+    anyway = tl.sum((would & is_fixed).to(tl.int32)) > 0
+    goes_on = would & ((by_worth == 0) | anyway | (together >= tl.load(rule_numbers + 5)))
+
+    tl.store(standings + 2 * sequence, tl.where(goes_on, stands, -1.0), mask=here)
+    tl.store(standings + 2 * sequence + 1, log_prob, mask=here)
+    decision = tl.where(goes_on, _GOES_ON, tl.where(kept, _KEPT, 0))
+    number = tl.load(rule + 3).to(tl.int64)
+    # Write-through: the host is waiting for it.
+    tl.store(decisions + tokens, (number << 32) | decision.to(tl.int64), mask=here, cache_modifier=".wt")
 
 
 @triton.jit(do_not_specialize=["emitted_stride", "table_width"])
@@ -126,9 +229,7 @@ def _advance_kernel(
     sequence = tl.program_id(0)
     row = tl.load(judged + sequence)
     newest = tl.arange(0, 2)
-    if row < 0:
-        tl.store(slots + 2 * sequence + newest, tl.full([2], -1, tl.int32))
-        tl.store(contexts + sequence, 0)
+    if row < 0:  # the host's sheet says so wherever it matters, and may have no tokens for so many sequences
         return
     accepted = tl.load(verdict + row)
     emitted = verdict + tl.load(emitted_start) + row * tl.load(emitted_width)

@@ -2,9 +2,9 @@
 
 Draft, target and verdict follow each other on the device without the host, and the device does not wait for it between
 steps either: a draft reads on straight behind the verdict, and where nobody drafts the next step is queued before this
-one is over. Requests whose logits are edited by their own tokens (penalties, bias, minimum length) and rules that stop
-a draft midway need the host to look at every token; a step with one of them goes the host's way. Knows nothing of
-policies.
+one is over. A rule that stops drafts midway is applied on the device, and the host waits for its decisions alone.
+Requests whose logits are edited by their own tokens (penalties, bias, minimum length) and a consultant, which is not
+lossless, need the host to look at every token; a step with one of them goes the host's way. Knows nothing of policies.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 from dsde.core.params import LONGEST_DRAFT
 from dsde.core.sequence import Sequence
+from dsde.core.stops import SIGNALS
 from dsde.device.staging import Sheet
 from dsde.drafting import ModelDrafter
 from dsde.drafting.device import DeviceDrafter, DeviceProposals, Drafts, draws_of
 from dsde.drafting.kernels import step_on
 from dsde.drafting.sequence_table import SequenceTable, draw_sizes
+from dsde.drafting.signals import SURE
 from dsde.engine.clock import Clock, Moment, Timing
-from dsde.engine.executor import DraftWish, Flight, HostExecutor, Landing, judged_sequences
+from dsde.engine.executor import DraftWish, Flight, HostExecutor, Landing, judged_sequences, propose
 from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, RaggedRows, power_of_2
@@ -49,7 +51,8 @@ class _Read:
 class DeviceFlight:
     judged: list[Sequence]
     drafted: IntArray
-    num_catch_up_tokens: IntArray | None
+    wish: DraftWish
+    proposals: DeviceProposals
     num_judged_rows: int
     entry: Pass
     read: _Read
@@ -60,6 +63,10 @@ class DeviceFlight:
 
     is_followed: bool = False
     """another step has been queued that writes to the same places"""
+
+    @property
+    def num_catch_up_tokens(self) -> IntArray | None:
+        return self.proposals.num_catch_up_tokens
 
     def land(self) -> Landing:
         return self.finish(self)
@@ -92,7 +99,7 @@ class DeviceExecutor:
         self.drafter: DeviceDrafter | None = None
         if isinstance(host.drafter, ModelDrafter):
             self.drafts = Drafts(vocab_size, host.drafter.model.dtype, tokens)
-            self.drafter = DeviceDrafter(host.drafter, self.table, self.drafts)
+            self.drafter = DeviceDrafter(host.drafter, self.table, self.drafts, max_num_seqs)
         else:
             self.drafts = Drafts(1, self.model.dtype, tokens)
         self.passes = PassRunner(self.model.heads, tokens, self._body)
@@ -109,15 +116,13 @@ class DeviceExecutor:
     def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
         sequences = [*work.decodes, *(s for s, _ in work.prefills)] if work.prefills else work.decodes
         slots = self.table.update(sequences)
-        asked = (wish.stop, wish.budget, wish.consultant)
-        needs_host = wish.want_token_probs or wish.want_draft_signals or any(rule is not None for rule in asked)
-        looks_closer = needs_host and wish.lengths.any()
-        if looks_closer or self.table.any_edited(sequences, slots):
+        is_consulted = wish.consultant is not None and wish.lengths.any()
+        if is_consulted or self.table.any_edited(sequences, slots):
             self._forget()
             return self.host.launch(work, wish, scored)
         timing = self.clock.start()
-        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish.lengths, timing)
-        return self._verify(work, sequences, slots, proposals, known, scored, timing)
+        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish, timing)
+        return self._verify(work, sequences, slots, wish, proposals, known, scored, timing)
 
     def follow(self, flight: Flight) -> Flight | None:
         if not isinstance(flight, DeviceFlight) or flight.drafted.any():
@@ -158,10 +163,10 @@ class DeviceExecutor:
             self.drafter.forget_ahead()
 
     def _draft(
-        self, decodes: list[Sequence], slots: IntArray, lengths: IntArray, timing: Timing
+        self, decodes: list[Sequence], slots: IntArray, wish: DraftWish, timing: Timing
     ) -> tuple[DeviceProposals, IntArray | None]:
         """What is drafted, and the tokens themselves where the host knows them."""
-        drafter = self.host.drafter
+        drafter, lengths = self.host.drafter, wish.lengths
         if drafter is None or not lengths.any():
             if self.drafter is not None:
                 self.drafter.forget_ahead()
@@ -170,17 +175,33 @@ class DeviceExecutor:
             if self.drafter.needs_room(int(lengths.sum()), len(decodes)):
                 self.passes.forget()
             self.drafter.make_room(int(lengths.sum()), len(decodes))
-            return self.drafter.propose(decodes, slots, lengths, timing.begin), None
-        proposals = drafter.propose(decodes, lengths)
+            watched = wish.wants_signals or wish.budget is not None
+            drafts = self.drafter.propose(decodes, slots, lengths, timing.begin, wish.stop, watched)
+            return self._cut(drafts, wish), None
+        proposals = propose(drafter, decodes, wish)
         valid = np.arange(proposals.tokens.shape[1]) < proposals.lengths[:, None]
         rows = np.where(valid, np.cumsum(valid).reshape(valid.shape) - 1, -1)
-        return DeviceProposals(proposals.lengths, rows, point_mass=True), proposals.tokens.cpu().numpy()[valid]
+        signals = np.tile(np.array([*SURE, 1.0], dtype=np.float32), (valid.sum(), 1)) if wish.wants_signals else None
+        drafts = DeviceProposals(
+            proposals.lengths, rows, point_mass=True, num_passes=proposals.num_passes, signals=signals
+        )
+        return drafts, proposals.tokens.cpu().numpy()[valid]
+
+    def _cut(self, drafts: DeviceProposals, wish: DraftWish) -> DeviceProposals:
+        """Without what is over the budget, for which the host must have seen the signals."""
+        if wish.budget is None or not drafts.rows.shape[1]:
+            return drafts
+        drafts.signals = self.drafts.fetch_signals(int(drafts.rows.max()) + 1, wait=True)
+        column = SIGNALS.index(wish.budget.signal)
+        confidences = drafts.signals[drafts.rows, column].astype(np.float64)
+        return drafts.cut(wish.budget.select(confidences, drafts.lengths, wish.chosen))
 
     def _verify(
         self,
         work: Schedule,
         sequences: list[Sequence],
         slots: IntArray,
+        wish: DraftWish,
         proposals: DeviceProposals,
         known: IntArray | None,
         scored: set[Sequence],
@@ -227,12 +248,15 @@ class DeviceExecutor:
             self.drafts.tokens[: len(known)].copy_(torch.from_numpy(known.astype(np.int32)))
         read: _Read = self.passes.run(entry, sheet)
         answer = self._fetch(read.findings, None)
+        if wish.wants_signals and proposals.signals is None and proposals.rows.shape[1]:
+            proposals.signals = self.drafts.fetch_signals(int(proposals.rows.max()) + 1, wait=False)
         timing.judged.record()
         self._read_ahead(work.decodes, slots[: len(work.decodes)], proposals, read.findings, timing)
         return DeviceFlight(
             judged,
             drafted,
-            proposals.num_catch_up_tokens,
+            wish,
+            proposals,
             num_judged_rows,
             entry,
             read,
@@ -251,10 +275,11 @@ class DeviceExecutor:
         timing: Timing,
     ) -> None:
         """While the host looks at the verdict, the draft reads what stood."""
-        if self.drafter is None or not proposals.rows.shape[1]:
+        if self.drafter is None or proposals.is_caught_up is None:
             return
         places = (int(findings.emitted.storage_offset()), findings.emitted.shape[1])
-        if self.drafter.read_ahead(decodes, slots, proposals.lengths, self._findings, places):
+        caught_up = proposals.is_caught_up
+        if self.drafter.read_ahead(decodes, slots, proposals.lengths, caught_up, self._findings, places):
             timing.read_ahead()
 
     def _cached_rows(self, lengths: IntArray) -> RaggedRows:
@@ -332,7 +357,16 @@ class DeviceExecutor:
             entropies,
         )
         split, logits = flight.num_judged_rows, flight.read.logits
-        return Landing(verdict, logits[:split], logits[split:], seconds, int(drafted.max(initial=0)))
+        signals, wish = flight.proposals.signals_of_drafts(), flight.wish
+        return Landing(
+            verdict,
+            logits[:split],
+            logits[split:],
+            seconds,
+            flight.proposals.num_passes,
+            signals[:, len(SIGNALS)] if signals is not None and wish.want_token_probs else None,
+            signals[:, : len(SIGNALS)] if signals is not None and wish.want_draft_signals else None,
+        )
 
     def _make_room(self, num_rows: int) -> None:
         # Shared by all graphs, which never run at the same time: a copy for each would be gigabytes.

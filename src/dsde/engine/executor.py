@@ -58,6 +58,11 @@ class DraftWish:
     chosen: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """sequences that budget and consultant are for: those whose length the policy chose"""
 
+    @property
+    def wants_signals(self) -> bool:
+        """Whether somebody is to be told what the draft's distributions were like."""
+        return self.want_token_probs or self.want_draft_signals
+
 
 @dataclass(slots=True)
 class Landing:
@@ -86,8 +91,10 @@ class Flight(Protocol):
     """sequences that get tokens: those decoding, then those whose prompt ends in this step"""
     drafted: IntArray
     """[judged]"""
-    num_catch_up_tokens: IntArray | None
-    """[decoding] as in Proposals"""
+
+    @property
+    def num_catch_up_tokens(self) -> IntArray | None:
+        """[decoding] as in Proposals"""
 
     def land(self) -> Landing:
         """Wait for the step's end. Once."""
@@ -114,6 +121,17 @@ class Executor(Protocol):
 
     def recover(self) -> None:
         """The same after an error: nothing that was prepared can be trusted, and memory may be short."""
+
+
+def propose(drafter: Drafter, decodes: list[Sequence], wish: DraftWish) -> Proposals:
+    """Draft, and cut off what is not to be verified."""
+    budget = wish.budget
+    want_signals = wish.want_draft_signals or budget is not None
+    proposals = drafter.propose(decodes, wish.lengths, wish.stop, wish.want_token_probs, want_signals)
+    if budget is not None and proposals.signals is not None:
+        confidences = proposals.signals[:, :, SIGNALS.index(budget.signal)]
+        proposals = proposals.cut(budget.select(confidences, proposals.lengths, wish.chosen))
+    return proposals
 
 
 def judged_sequences(work: Schedule) -> list[Sequence]:
@@ -155,12 +173,7 @@ class HostExecutor:
         if self.drafter is None or not wish.lengths.any():
             proposals = Proposals.nothing(len(work.decodes), self.target.model.device)
         else:
-            budget = wish.budget
-            want_signals = wish.want_draft_signals or budget is not None
-            proposals = self.drafter.propose(work.decodes, wish.lengths, wish.stop, wish.want_token_probs, want_signals)
-            if budget is not None and proposals.signals is not None:
-                confidences = proposals.signals[:, :, SIGNALS.index(budget.signal)]
-                proposals = proposals.cut(budget.select(confidences, proposals.lengths, wish.chosen))
+            proposals = propose(self.drafter, work.decodes, wish)
         times.append(time.perf_counter())
         logits, prompt_logits = self.target.run(work, proposals, scored)
         times.append(time.perf_counter())

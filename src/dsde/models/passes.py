@@ -287,7 +287,14 @@ class PassRunner:
 
     def run(self, entry: Pass, sheet: Sheet) -> Any:
         """Do the pass now, or rather as soon as the device gets to it."""
+        self.load(entry, sheet)
+        return self.start(entry)
+
+    def load(self, entry: Pass, sheet: Sheet) -> None:
         entry.words.copy_(sheet.words, non_blocking=True)
+
+    def start(self, entry: Pass) -> Any:
+        """Do a pass that has been loaded."""
         entry.num_runs += 1
         if not entry.shape.is_graph or entry.num_runs == 1:
             # The first time without a graph: kernels are compiled, and the shape may never come again.

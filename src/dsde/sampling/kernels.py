@@ -34,6 +34,9 @@ SHARED_NOISE = tl.constexpr(0)
 RATIO = tl.constexpr(int(DrawMode.RATIO))
 MATCH = tl.constexpr(int(DrawMode.MATCH))
 
+NUM_SIGNALS = 4
+"""Entropy, top probability and margin of the raw distribution, and the probability of the token drawn."""
+
 NUM_PARTIALS = 6
 """What a program finds in its chunk: peak, mass, energy, kept mass, winning score and its place."""
 
@@ -87,6 +90,8 @@ class DraftStore:
     """[capacity, NUM_STATS] float32; the entropy is that at temperature 1, in nats"""
     thresholds: torch.Tensor
     """[capacity] float32, raw logits below it were not drawn from; -inf: none dropped"""
+    signals: torch.Tensor
+    """[capacity, NUM_SIGNALS] float32, of tokens whose draft is watched"""
 
     @classmethod
     def allocate(cls, capacity: int, vocab: int, dtype: torch.dtype, device: torch.device | str) -> DraftStore:
@@ -95,6 +100,7 @@ class DraftStore:
             torch.zeros(capacity, dtype=torch.int32, device=device),
             torch.zeros((capacity, NUM_STATS), dtype=torch.float32, device=device),
             torch.full((capacity,), -torch.inf, device=device),
+            torch.zeros((capacity, NUM_SIGNALS), dtype=torch.float32, device=device),
         )
 
 
@@ -106,14 +112,16 @@ def sample_drafts(
     store: DraftStore,
     sampled: bool,
     truncated: bool,
+    watched: bool = False,
     *,
     chunk: int = CHUNK,
 ) -> None:
     """Draw a token from every row of `logits` [n, columns] and keep it in store row first_row + its own number.
 
     `depth` and `first_row` are device scalars ([1] int32): drafted tokens before these, and where they go.
-    Without `sampled` all rows are greedy, without `truncated` no row has min_p, top_k or top_p. Columns beyond the
-    store's vocabulary are cut off; entries that have no column are kept as -inf.
+    Without `sampled` all rows are greedy, without `truncated` no row has min_p, top_k or top_p, without `watched` no
+    signals are measured. Columns beyond the store's vocabulary are cut off; entries that have no column are kept as
+    -inf.
     """
     num_rows = len(logits)
     vocab = store.logits.shape[1]
@@ -122,6 +130,7 @@ def sample_drafts(
     pdl = programmatic_launch()
     thresholds = truncation_thresholds(logits[:, :columns], draws) if truncated else store.thresholds
     partials = torch.empty((num_rows, NUM_PARTIALS, num_chunks), dtype=torch.float32, device=logits.device)
+    seconds = partials.new_empty((num_rows, num_chunks)) if watched else partials
     _scan_drafts[(num_chunks, num_rows)](
         logits,
         logits.stride(0),
@@ -137,16 +146,19 @@ def sample_drafts(
         depth,
         first_row,
         partials,
+        seconds,
         num_chunks,
         CHUNK=chunk,
         SAMPLED=sampled,
         TRUNCATED=truncated,
+        WATCHED=watched,
         PDL=pdl,
         num_warps=_NUM_WARPS,
         launch_pdl=pdl,
     )
     _settle_drafts[(num_rows,)](
         partials,
+        seconds,
         num_chunks,
         vocab,
         draws.modes,
@@ -156,9 +168,13 @@ def sample_drafts(
         store.tokens,
         store.stats,
         store.thresholds,
+        store.logits,
+        store.logits.stride(0),
+        store.signals,
         CHUNKS=triton.next_power_of_2(num_chunks),
         SAMPLED=sampled,
         TRUNCATED=truncated,
+        WATCHED=watched,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
@@ -288,21 +304,29 @@ def scan_chunk(
     SAMPLED: tl.constexpr,
     TRUNCATED: tl.constexpr,
     COPIES: tl.constexpr,
+    seconds: tl.tensor = None,
+    WATCHED: tl.constexpr = False,
 ) -> None:
-    """Go through a chunk of a row and write the row's partials; purpose < 0: no race, the maximum wins."""
+    """Go through a chunk of a row and write the row's partials; purpose < 0: no race, the maximum wins. With WATCHED
+    also the second largest, which may equal the largest."""
     counters, entries = chunk_entries(chunk, CHUNK)
     best = tl.full(entries.shape, float("-inf"), tl.float32)
+    second = best
     places = entries
     for word in tl.static_range(4):
         at = entries + word * _LANES
         x = load_entries(row, at, columns)
         if COPIES:
             tl.store(copy + at, x.to(copy.dtype.element_ty), mask=at < copy_columns)
+        if WATCHED:
+            second = tl.maximum(second, tl.minimum(best, x))
         places = tl.where(x > best, at, places)
         best = tl.maximum(best, x)
     peak = tl.max(best)
     score = peak
     place = first_of(best, peak, places)
+    if WATCHED:
+        tl.store(seconds + chunk, tl.max(tl.where(places == place, second, best)))
 
     base = tl.where(peak > float("-inf"), peak, 0.0)
     mass = tl.zeros(entries.shape, tl.float32)
@@ -410,10 +434,12 @@ def _scan_drafts(
     depth: tl.tensor,
     first_row: tl.tensor,
     partials: tl.tensor,
+    seconds: tl.tensor,
     num_chunks: tl.tensor,
     CHUNK: tl.constexpr,
     SAMPLED: tl.constexpr,
     TRUNCATED: tl.constexpr,
+    WATCHED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
@@ -458,12 +484,15 @@ def _scan_drafts(
         SAMPLED,
         TRUNCATED,
         True,
+        seconds + row * num_chunks,
+        WATCHED,
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=[*_SMALL, "tokens", "stats", "kept_thresholds"])
+@triton.jit(do_not_specialize_on_alignment=[*_SMALL, "tokens", "stats", "kept_thresholds", "copies", "signals"])
 def _settle_drafts(
     partials: tl.tensor,
+    seconds: tl.tensor,
     num_chunks: tl.tensor,
     vocab: tl.tensor,
     modes: tl.tensor,
@@ -473,9 +502,13 @@ def _settle_drafts(
     tokens: tl.tensor,
     stats: tl.tensor,
     kept_thresholds: tl.tensor,
+    copies: tl.tensor,
+    copies_stride: tl.tensor,
+    signals: tl.tensor,
     CHUNKS: tl.constexpr,
     SAMPLED: tl.constexpr,
     TRUNCATED: tl.constexpr,
+    WATCHED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
@@ -502,6 +535,18 @@ def _settle_drafts(
     tl.store(stats + 4 * slots + 2, drawn_from)
     tl.store(stats + 4 * slots + 3, entropy)
     tl.store(kept_thresholds + slots, tl.zeros_like(peak) + threshold)
+    if WATCHED:
+        chunks = tl.arange(0, CHUNKS)
+        present = chunks < num_chunks
+        peaks = tl.load(partials + row * (6 * num_chunks) + chunks, mask=present, other=float("-inf"))
+        runners_up = tl.load(seconds + row * num_chunks + chunks, mask=present, other=float("-inf"))
+        second = tl.max(tl.where(chunks == first_of(peaks, tl.max(peaks), chunks), runners_up, peaks))
+        drawn = tl.load(copies + slots.to(tl.int64) * copies_stride + token).to(tl.float32)
+        top_prob = tl.exp(peak - whole)
+        tl.store(signals + 4 * slots, entropy)
+        tl.store(signals + 4 * slots + 1, top_prob)
+        tl.store(signals + 4 * slots + 2, top_prob - tl.exp(second - whole))
+        tl.store(signals + 4 * slots + 3, tl.exp(drawn - whole))
 
 
 @triton.jit(do_not_specialize_on_alignment=["seeds", "counters", "purposes"])

@@ -1,0 +1,82 @@
+"""A stop rule as the device reads it: numbers in the sheet of a pass, and what its decisions mean.
+
+`kernels.decide` applies it; `Watch` is the same on the host. Knows nothing of passes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsde.core.stops import SIGNALS, Stop, StopBefore, StopByWorth, TokenSignal
+from dsde.device.staging import Sheet
+
+BoolArray = NDArray[np.bool_]
+IntArray = NDArray[np.int64]
+
+LOOKS = (*SIGNALS, *TokenSignal)
+"""what a rule may look at, in the device's order"""
+
+
+class Kind(IntEnum):
+    BEFORE = 0
+    AFTER = 1
+    WORTH = 2
+
+
+class Decision(IntEnum):
+    """on a token that was drawn"""
+
+    DROPPED = 0
+    KEPT = 1
+    GOES_ON = 2
+    """kept, and another one is to be drawn"""
+
+
+class Ruling:
+    def __init__(self, stop: Stop) -> None:
+        self.first_depth = stop.first_depth if isinstance(stop, StopBefore) else 0
+        """the first that is looked at"""
+        weights, costs, sign, look = np.zeros(3), (0.0, 0.0, 0.0), 1.0, 0
+        outlooks = bounds = np.empty(0)
+        if isinstance(stop, StopByWorth):
+            self.kind, self.may_drop = Kind.WORTH, stop.keep_above > 0
+            weights, bounds, outlooks = stop.weights, stop.offsets, stop.outlooks
+            costs = stop.keep_above, stop.go_on_above, stop.pass_above
+        else:
+            self.may_drop = isinstance(stop, StopBefore)
+            self.kind = Kind.BEFORE if self.may_drop else Kind.AFTER
+            bounds, look = stop.thresholds, LOOKS.index(stop.signal)
+            sign = 1.0 if stop.stops_above else -1.0
+            outlooks = np.ones(len(bounds))
+        self.look = look
+        with np.errstate(over="ignore"):  # beyond single precision is as good as infinite
+            self.bounds = bounds.astype(np.float32)
+            self.outlooks = outlooks.astype(np.float32)
+            self.numbers = np.array([*weights, *costs, sign], dtype=np.float32)
+
+    def decides(self, depth: int) -> bool:
+        """Whether it looks at tokens so far into a draft."""
+        return depth >= self.first_depth
+
+    def write(
+        self, sheet: Sheet, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int
+    ) -> None:
+        """For tokens of these sequences that lie at `places` in the store, `depth` tokens into their drafts."""
+        host, count = sheet.arrays, len(sequences)
+        host["places"][:count] = places
+        host["places"][count:] = -1
+        host["standings"][:count] = sequences
+        host["may_go_on"][:count] = may_go_on
+        host["bounds"][:count] = self.bounds[sequences]
+        host["outlooks"][:count] = self.outlooks[sequences]
+        host["rule"][:] = self.kind, self.look, depth == self.first_depth, number
+        host["rule_numbers"][:] = self.numbers
+
+
+def ruling_sizes(count: int) -> dict[str, int]:
+    """How much room `Ruling.write` needs in a sheet for so many tokens."""
+    sizes = dict.fromkeys(("places", "standings", "may_go_on", "bounds", "outlooks"), count)
+    return {**sizes, "rule": 4, "rule_numbers": 7}

@@ -1,4 +1,5 @@
-"""What a policy costs a step: microseconds of plan + observe on one core, and memory growth over a long run.
+"""What a policy costs a step: microseconds of plan + observe on one core, with the selection of what to verify where it
+asks for one, and memory growth over a long run.
 
 Knows no model: outcomes are drawn at random, and drawing them is not timed. Target: under 1 ms for 256 sequences and no
 growth, for every policy and stage by its example. Run `python benchmarks/policy.py`.
@@ -16,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from dsde import policies
-from dsde.policies import POLICIES, STAGES, BatchView, Outcome, Plan, Policy, make_policy
+from dsde.policies import POLICIES, STAGES, BatchView, Outcome, Pace, Plan, Policy, make_policy
+from dsde.policies.base import FloatArray, IntArray
 
 SPECS = [entry.example for entry in (*POLICIES.values(), *STAGES.values())]
 BATCH_SIZES = (1, 256)
@@ -37,10 +39,20 @@ class Workload:
             rooms=np.full(batch_size, 1000),
             temperatures=np.ones(batch_size),
             num_decoding=batch_size,
+            pace=Pace(
+                tpot_s=self.rng.choice([0.002, 0.01, np.inf], batch_size),
+                elapsed_s=self.rng.uniform(0, 1, batch_size),
+                num_emitted=self.rng.integers(0, 100, batch_size),
+            ),
         )
 
-    def outcome(self, plan: Plan) -> Outcome:
-        drafted = plan.lengths if plan.stop is None else self.rng.integers(0, plan.lengths + 1)
+    def drafted(self, plan: Plan) -> IntArray:
+        return plan.lengths if plan.stop is None else self.rng.integers(0, plan.lengths + 1)
+
+    def confidences(self, drafted: IntArray) -> FloatArray:
+        return self.rng.random((drafted.size, int(drafted.max(initial=0))))
+
+    def outcome(self, drafted: IntArray) -> Outcome:
         num_drafted, num_passes = int(drafted.sum()), int(drafted.max(initial=0))
         start = int(self.rng.integers(self.klds.size - num_drafted))
         return Outcome(
@@ -61,11 +73,17 @@ class Workload:
 def step_us(policy: Policy, workload: Workload) -> float:
     start = time.perf_counter_ns()
     plan = policy.plan(workload.batch)
-    planned = time.perf_counter_ns()
-    outcome = workload.outcome(plan)
-    verified = time.perf_counter_ns()
+    spent = time.perf_counter_ns() - start
+    drafted = workload.drafted(plan)
+    if plan.budget is not None:
+        confidences, rows = workload.confidences(drafted), np.arange(drafted.size)
+        start = time.perf_counter_ns()
+        drafted = plan.budget.select(confidences, drafted, rows)
+        spent += time.perf_counter_ns() - start
+    outcome = workload.outcome(drafted)
+    start = time.perf_counter_ns()
     policy.observe(outcome)
-    return (time.perf_counter_ns() - verified + planned - start) / 1e3
+    return (spent + time.perf_counter_ns() - start) / 1e3
 
 
 def measure_us(spec: str, batch_size: int, num_steps: int) -> tuple[float, float]:

@@ -45,7 +45,7 @@ class VerifyBudget:
         kept = lengths.copy()
         lengths = lengths[rows]
         is_drafted = np.arange(confidences.shape[1]) < lengths[:, None]
-        scores = np.cumprod(confidences[rows], axis=1, dtype=np.float64)
+        scores = np.multiply.accumulate(confidences[rows], axis=1)
         self.scores = scores[is_drafted]
         if self.scores.size > self.num_tokens:
             firsts = self._needed(scores, lengths)
@@ -57,19 +57,25 @@ class VerifyBudget:
         """[sequences] drafted tokens that bring each to its need, as far as the budget goes."""
         if self.needs is None:
             return np.zeros_like(lengths)
-        gained_before = 1 + np.cumsum(np.pad(scores, ((0, 0), (1, 0))), axis=1)[:, :-1]
+        gained_before = np.ones_like(scores)
+        gained_before[:, 1:] += np.add.accumulate(scores[:, :-1], axis=1)
         wanted = np.add.reduce(gained_before < self.needs[:, None], axis=1, dtype=np.int64)
         wanted = np.minimum(np.minimum(wanted, lengths), self.most_for_need)
-        neediest = np.argsort(-self.needs, kind="stable")
-        ends = np.minimum(np.cumsum(wanted[neediest]), self.num_tokens)
+        neediest = (-self.needs).argsort(kind="stable")
+        ends = np.minimum(np.add.accumulate(wanted[neediest]), self.num_tokens)
         wanted[neediest] = np.diff(ends, prepend=0)
         return wanted
 
 
 def _likeliest(scores: FloatArray, firsts: IntArray, lengths: IntArray, num_tokens: int) -> IntArray:
     """[sequences] how many of the `num_tokens` best positions between `firsts` and `lengths` are theirs."""
+    if num_tokens == 0:
+        return np.zeros_like(lengths)
     places = np.arange(scores.shape[1])
-    sequences, depths = np.nonzero((places >= firsts[:, None]) & (places < lengths[:, None]))
+    is_open = (places >= firsts[:, None]) & (places < lengths[:, None])
+    least = np.partition(scores[is_open], -num_tokens)[-num_tokens]
+    counts: IntArray = np.add.reduce(is_open & (scores > least), axis=1, dtype=np.int64)
     # Of equal scores the earlier position: a later one is worth nothing without it.
-    best = np.lexsort((sequences, depths, -scores[sequences, depths]))[:num_tokens]
-    return np.bincount(sequences[best], minlength=len(lengths)).astype(np.int64)
+    _, equals = np.nonzero((is_open & (scores == least)).T)
+    counts += np.bincount(equals[: num_tokens - int(counts.sum())], minlength=len(lengths))
+    return counts

@@ -47,6 +47,6 @@ class AdaptiveVerify(Stage):
 
     def _best_budget(self, plan: Plan, batch: BatchView, scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int:
         draft_s = self.cost.drafting_s(int(plan.lengths.sum()), int(plan.lengths.max()))
-        expected = batch.num_decoding + np.concatenate([[0.0], np.cumsum(scores)])
+        expected = batch.num_decoding + np.add.accumulate(np.concatenate([[0.0], scores]))
         sizes = batch.num_decoding + batch.num_prompt_tokens + np.arange(expected.size)
         return int((expected / (draft_s + self.cost.verify_s(sizes))).argmax())

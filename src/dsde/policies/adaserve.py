@@ -74,5 +74,5 @@ class DepthByLoad(Policy):
         self.budget, self.min, self.max = budget, min, max
 
     def plan(self, batch: BatchView) -> Plan:
-        share = self.budget // np.maximum(batch.slots.size, 1)
-        return Plan.wanting(int(np.clip(share, self.min, self.max)), batch)
+        share = self.budget // batch.slots.size if batch.slots.size else 0
+        return Plan.wanting(min(max(share, self.min), self.max), batch)

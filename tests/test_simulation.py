@@ -529,7 +529,28 @@ def test_thousands_of_requests_a_second() -> None:
     assert seconds < 10  # far from what it takes: a busy machine must not fail here
 
 
-@pytest.mark.parametrize("spec", ["tetris", "static:4|consultant"])
-def test_what_goes_by_probabilities_is_refused(spec: str) -> None:
-    with pytest.raises(InvalidInput, match="knows no probabilities"):
+@pytest.mark.parametrize(
+    ("spec", "message"), [("tetris", "does not know how sure the draft is"), ("static:4|consultant", "knows no prob")]
+)
+def test_what_goes_by_probabilities_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         simulate(make_policy(spec), Iid(0.8).draw(4, 8, seed=0), FLAT, 2)
+
+
+def test_a_budget_is_spent_on_what_the_draft_is_sure_of() -> None:
+    """Two requests that always agree, of which the draft is sure of one: that one goes four times as fast."""
+    requests = Iid(1.0).draw(2, 40, seed=0)
+    confidences = np.array([[0.9], [0.1]]) * np.ones((1, 40))
+    result = simulate(make_policy("tetris:3,length=3"), requests, FLAT, confidences=confidences)
+    # Four tokens a step against one for 10 steps; then the other has the budget to itself, for its last 30 tokens.
+    assert (result.num_steps, result.num_drafted, result.num_draft_passes) == (10 + 8, 30 + 22, 30 + 22)
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_who_kept_the_pace(prompts: bool) -> None:
+    """Without speculation everybody takes as long; a request's clock starts when it begins to decode."""
+    requests = Iid(0.5).draw(12, 20, seed=0)
+    step_s = FLAT.verify.seconds(4)
+    tpot_s = np.resize([0.99 * step_s, 1.01 * step_s, np.inf], 12)
+    result = simulate(make_policy("off"), requests, FLAT, 4, prompts=prompts, tpot_s=tpot_s)
+    assert (result.num_requests, result.num_paced, result.num_on_time) == (12, 8, 4)

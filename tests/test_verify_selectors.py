@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from dsde import SamplingParams
 from dsde.core.selection import VerifyBudget
 from dsde.core.stops import Signal
 from dsde.policies import AdaptiveVerify, AdaServe, BatchView, CostModel, Outcome, Pace, Plan, Static, make_policy
+from dsde.simulation.costs import Costs, Line
+from dsde.simulation.simulator import simulate
+from dsde.simulation.streams import Iid
 from test_lossless_distribution import DRAFTS, LENGTH, TOO_UNLIKELY, enumerate_outputs, p_value, sample_outputs
 from tiny import complete, make_engine, run, tiny_model
 
@@ -131,7 +135,7 @@ def test_adaserve_serves_needs_first_then_the_likeliest() -> None:
         step_s = 1.05 * (drafting + float(cost.verify_s(size + min(budget, int(lengths.sum())))))
         rows = zip(pace.elapsed_s, pace.tpot_s, pace.num_emitted, strict=True)
         needs = [(elapsed + step_s) / tpot - num if np.isfinite(tpot) else -np.inf for elapsed, tpot, num in rows]
-        most = max(int(1.2 * budget / size), 1)
+        most = math.ceil(1.2 * budget / size)
         confidences = rng.random((size, 5))
         kept = plan.budget.select(confidences, lengths, np.arange(size))
         assert kept.tolist() == adaserve_rule(scores_of(confidences, lengths), needs, budget, most)
@@ -229,3 +233,23 @@ def test_selection_keeps_the_greedy_text() -> None:
         engine = make_engine(target, draft, policy)
         assert [o.outputs[0].token_ids for o in complete(engine, prompts, params)] == plain
         assert engine.metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("easy", "tight", "budget", "tpot_ms"), [(0.8, 0.8, 32, 2.0), (0.9, 0.7, 48, 3.2)])
+def test_in_a_hurry_requests_keep_their_pace_more_often_than_under_tetris(
+    easy: float, tight: float, budget: int, tpot_ms: float
+) -> None:
+    """Every fourth request is in a hurry; in the second setting it is also the hardest to draft for."""
+    requests = Iid(easy).draw(400, 128, seed=0)
+    hurries = np.arange(400) % 4 == 0
+    requests.agreed[hurries] = Iid(tight).draw(100, 128, seed=1).agreed
+    confidences = np.where(hurries, tight, easy)[:, None] * np.ones((1, 128))
+    costs = Costs(draft=Line(0.2e-3, 64, 1e-6), verify=Line(4e-3, 48, 40e-6))
+    tpot_s = np.where(hurries, tpot_ms / 1e3, np.inf)
+    specs = (f"tetris:{budget},length=6", f"adaserve:{budget},min=6,max=6")
+    tetris, adaserve = (
+        simulate(make_policy(spec), requests, costs, 16, tpot_s=tpot_s, confidences=confidences) for spec in specs
+    )
+    assert adaserve.num_on_time / adaserve.num_paced > 0.6
+    assert adaserve.num_on_time / adaserve.num_paced > 2 * tetris.num_on_time / tetris.num_paced
+    assert adaserve.tokens_per_s > 0.97 * tetris.tokens_per_s

@@ -9,6 +9,8 @@ request may get for its need follows the paper's public code. Knows pace, load a
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from dsde.core.selection import VerifyBudget
@@ -41,8 +43,8 @@ class AdaServe(Stage):
 
     def apply(self, plan: Plan, batch: BatchView) -> None:
         needs = self._needed(plan.lengths, batch)
-        most_for_need = int(NEED_SHARE * self.budget / max(batch.slots.size, 1))
-        plan.budget = VerifyBudget(Signal.TOP_PROB, self.budget, needs, max(most_for_need, 1))
+        most_for_need = math.ceil(NEED_SHARE * self.budget / max(batch.slots.size, 1))
+        plan.budget = VerifyBudget(Signal.TOP_PROB, self.budget, needs, most_for_need)
         plan.signals["needed"] = np.where(np.isfinite(needs), needs, np.nan)
 
     def observe(self, outcome: Outcome) -> None:

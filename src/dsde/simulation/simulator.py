@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dsde.core.errors import InvalidInput
-from dsde.policies import BatchView, Need, Outcome, Policy
+from dsde.policies import BatchView, Need, Outcome, Pace, Policy
 from dsde.policies.base import BoolArray, FloatArray, IntArray
 from dsde.simulation.costs import Costs
 from dsde.simulation.requests import Requests
@@ -25,6 +25,10 @@ class Result:
 
     num_requests: int = 0
     """that ended"""
+    num_paced: int = 0
+    """of these, that had been given a pace"""
+    num_on_time: int = 0
+    """of these, that kept it over their whole output"""
     num_steps: int = 0
     num_turns: int = 0
     """sequences that decoded, summed over the steps"""
@@ -63,28 +67,48 @@ class Result:
 
 
 def simulate(
-    policy: Policy, requests: Requests, costs: Costs, batch_size: int | None = None, *, prompts: bool = False
+    policy: Policy,
+    requests: Requests,
+    costs: Costs,
+    batch_size: int | None = None,
+    *,
+    prompts: bool = False,
+    tpot_s: FloatArray | None = None,
+    confidences: FloatArray | None = None,
 ) -> Result:
     """Run until as many requests have ended as there are.
 
     With a batch size the batch is always full: whoever ends is replaced, by the first requests again once all have had
     their turn, and the run ends with a full batch. Without one all requests start at once and nobody replaces them.
     With `prompts` a request spends its first step on reading its prompt, in the same target pass as everybody else.
-    `policy` must be fresh.
+    `tpot_s` [request] are the seconds a token that requests ask for, from the step on in which they begin to decode;
+    infinite: none. `confidences` [request, position] are what a budget for verification goes by: how likely a position
+    is to agree. `policy` must be fresh.
     """
     if batch_size is not None and not 1 <= batch_size <= requests.size:
         raise InvalidInput(f"batch size must be from 1 to the number of requests, {requests.size}, not {batch_size}")
     if policy.needs & Need.TOKEN_PROB:
         raise InvalidInput("this policy needs the probabilities of drafted tokens, which a simulation does not know")
-    simulator = _Simulator(policy, requests, costs, batch_size, prompts)
+    simulator = _Simulator(policy, requests, costs, batch_size, prompts, tpot_s, confidences)
     while simulator.result.num_requests < requests.size:
         simulator.step()
     return simulator.result
 
 
 class _Simulator:
-    def __init__(self, policy: Policy, requests: Requests, costs: Costs, batch_size: int | None, prompts: bool) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        requests: Requests,
+        costs: Costs,
+        batch_size: int | None,
+        prompts: bool,
+        tpot_s: FloatArray | None,
+        confidences: FloatArray | None,
+    ) -> None:
         self.policy, self.requests, self.costs = policy, requests, costs
+        self.tpot_s = np.full(requests.size, np.inf) if tpot_s is None else tpot_s
+        self.confidences = confidences
         self.replaces = batch_size is not None
         self.reads_prompts = prompts
         self.result = Result()
@@ -94,6 +118,8 @@ class _Simulator:
         """[slot] which request"""
         self.positions = np.zeros(num_slots, np.int64)
         """[slot] tokens emitted so far"""
+        self.began_s = np.zeros(num_slots)
+        """[slot] when it began to decode"""
         self.decoding = np.empty(0, np.int64)
         """slots, like the next"""
         self.reading = np.empty(0, np.int64)
@@ -114,6 +140,7 @@ class _Simulator:
             num_decoding=slots.size,
             num_waiting=max(self.requests.size - self.num_admitted, 0),
             num_prompt_tokens=int(self.requests.num_prompt_tokens[self.rows[self.reading]].sum()),
+            pace=Pace(self.tpot_s[rows], self.result.total_s - self.began_s[slots], positions),
         )
         accepted = self._decode(batch, rows, positions) if slots.size else np.empty(0, np.int64)
         if self.reading.size and not slots.size:
@@ -127,11 +154,13 @@ class _Simulator:
     def _decode(self, batch: BatchView, rows: IntArray, positions: IntArray) -> IntArray:
         """Plan, draft, verify and observe; returns how many were accepted."""
         plan = self.policy.plan(batch)
-        if plan.budget is not None or plan.consultant is not None:
+        if plan.consultant is not None:
             raise InvalidInput("a simulation knows no probabilities of tokens, which this policy or stage goes by")
         drafted = passes = np.minimum(np.maximum(plan.lengths, 0), batch.rooms)
         if plan.stop is not None:
             drafted, passes = stop_drafts(plan.stop, self.requests, rows, positions, drafted)
+        if plan.budget is not None:
+            drafted = plan.budget.select(self._confidences(rows, positions, drafted), drafted, np.arange(rows.size))
         accepted = np.minimum(drafted, self.requests.runs[rows, positions])
         num_drafted = int(drafted.sum())
         num_packed = batch.num_decoding + num_drafted + batch.num_prompt_tokens
@@ -146,6 +175,7 @@ class _Simulator:
             num_decoding=batch.num_decoding,
             num_prompt_tokens=batch.num_prompt_tokens,
             num_drafted=num_drafted,
+            num_cut=0 if plan.budget is None else plan.budget.num_cut,
             num_draft_passes=int(passes.max()),
         )
         self.policy.observe(outcome)
@@ -155,6 +185,14 @@ class _Simulator:
         self.result.num_accepted += int(accepted.sum())
         self.result.num_draft_passes += outcome.num_draft_passes
         return accepted
+
+    def _confidences(self, rows: IntArray, positions: IntArray, drafted: IntArray) -> FloatArray:
+        """[batch, longest draft] of every drafted position."""
+        if self.confidences is None:
+            raise InvalidInput("a simulation does not know how sure the draft is, which this policy or stage goes by")
+        places = positions[:, None] + np.arange(drafted.max(initial=0))
+        confidences: FloatArray = self.confidences[rows[:, None], np.minimum(places, self.confidences.shape[1] - 1)]
+        return confidences
 
     def _klds(self, rows: IntArray, positions: IntArray, drafted: IntArray) -> FloatArray:
         """Of every drafted position, also those behind a disagreement."""
@@ -171,20 +209,30 @@ class _Simulator:
     def _commit(self, slots: IntArray, has_ended: BoolArray) -> None:
         """Those who have read their prompt decode from now on; those who have ended make room."""
         if self.reading.size:
+            self.began_s[self.reading] = self.result.total_s
             self.decoding, self.reading = np.concatenate([slots, self.reading]), np.empty(0, np.int64)
         if not has_ended.any():
             return
         ended = slots[has_ended]
         self.policy.forget(ended)
         self.result.num_requests += ended.size
+        self._judge_pace(ended)
         if self.reads_prompts or not self.replaces:
             self.decoding = np.setdiff1d(self.decoding, ended, assume_unique=True)
         if self.replaces:
             self._admit(ended)
 
+    def _judge_pace(self, ended: IntArray) -> None:
+        tpot_s = self.tpot_s[self.rows[ended]]
+        took_s = (self.result.total_s - self.began_s[ended]) / self.positions[ended]
+        is_paced = np.isfinite(tpot_s)
+        self.result.num_paced += int(is_paced.sum())
+        self.result.num_on_time += int((is_paced & (took_s <= tpot_s)).sum())
+
     def _admit(self, slots: IntArray) -> None:
         self.rows[slots] = np.arange(self.num_admitted, self.num_admitted + slots.size) % self.requests.size
         self.positions[slots] = 0
+        self.began_s[slots] = self.result.total_s
         self.num_admitted += slots.size
         if self.reads_prompts:
             self.reading = slots

@@ -137,3 +137,7 @@ _ERRORS = {
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": description} for status, description in _ERRORS.items()
 }
+GENERATED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Whole, or with stream as server-sent events.", "content": {"text/event-stream": {}}},
+    **ERRORS,
+}

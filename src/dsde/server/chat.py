@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from dsde.core.outputs import CompletionOutput, StreamChunk
-from dsde.server.answers import ERRORS, ChatAnswer
+from dsde.server.answers import GENERATED, ChatAnswer
 from dsde.server.generation import Generation, GenerationResponse
 from dsde.server.logprobs import chat_logprobs
 from dsde.server.protocol import ChatRequest
@@ -18,7 +18,7 @@ from dsde.server.service import Service
 def chat_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ERRORS)
+    @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=GENERATED)
     async def chat(body: ChatRequest) -> Response:
         service.check_model(body.model)
         params = body.sampling_params(service.settings.max_output_tokens)

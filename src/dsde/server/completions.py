@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from dsde.core.outputs import CompletionOutput, StreamChunk
-from dsde.server.answers import ERRORS, CompletionAnswer
+from dsde.server.answers import GENERATED, CompletionAnswer
 from dsde.server.generation import Generation, GenerationResponse
 from dsde.server.logprobs import completion_logprobs
 from dsde.server.protocol import CompletionRequest
@@ -20,7 +20,7 @@ from dsde.server.service import Service
 def completions_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=CompletionAnswer, responses=ERRORS)
+    @router.post("/v1/completions", response_model=CompletionAnswer, responses=GENERATED)
     async def complete(body: CompletionRequest) -> Response:
         service.check_model(body.model)
         params = body.sampling_params(service.settings.max_output_tokens)

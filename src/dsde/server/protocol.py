@@ -7,11 +7,11 @@ so is one that would change the answer but is not served: nothing that was asked
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from dsde.core.params import SamplingParams
+from dsde.core.params import LONGEST_DRAFT, MOST_COMPLETIONS, SamplingParams
 from dsde.server.settings import MetricsLevel
 
 MOST_LOGPROBS = 20
@@ -22,12 +22,35 @@ MOST_BIASED = 1024
 UNIONS = {
     "prompt": "a text, a list of token ids, or a list of either",
     "content": "a text or a list of parts of type text",
-    "stop": "a text or a list of texts",
+    "stop": f"a text or a list of at most {MOST_STOPS} texts, none of them empty",
     "speculation": '"on", "off" or a whole number',
 }
 """fields of several types, in words"""
 
+
+def _whole(value: Any) -> Any:
+    """To JSON 8.0 is an integer, too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_Int = Annotated[int, BeforeValidator(_whole)]
+_Stop = Annotated[str, Field(min_length=1)]
 _PARAMS = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("logprobs", "logit_bias")]
+
+
+def _number(about: str, default: int | None = None, **bounds: float) -> Any:
+    """A field whose bounds are described here and checked by `SamplingParams`."""
+    return Field(default, description=about, json_schema_extra=dict(bounds))
+
+
+def _top(about: str) -> Any:
+    bounds: dict[str, Any] = {"minimum": 0, "maximum": MOST_LOGPROBS}
+    return Field(None, ge=0, le=MOST_LOGPROBS, description=about, json_schema_extra=bounds)
+
+
+def _unserved(*neutral: Any) -> Any:
+    """A field that would change the answer and is not served: only values under which it makes no difference."""
+    return Field(None, description="not supported", json_schema_extra={"enum": [None, *neutral]})
 
 
 class _Body(BaseModel):
@@ -43,27 +66,33 @@ class GenerationRequest(_Body):
     """What completions and chats have in common. Whatever is left out, or null, has its default."""
 
     model: str | None = Field(None, description="the name in /v1/models; may be left out")
-    max_tokens: int | None = Field(None, description="most tokens to generate")
-    min_tokens: int | None = None
-    temperature: float | None = Field(None, description="0 is greedy; the default is 1")
-    top_p: float | None = None
-    top_k: int | None = Field(None, description="0 or -1: all tokens")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MOST_BIASED, description="token ids to -100..100")
-    seed: int | None = Field(None, description="makes the text depend on this number alone")
-    stop: str | list[str] | None = Field(None, description=f"up to {MOST_STOPS} strings to end before")
-    stop_token_ids: list[int] | None = None
+    max_tokens: _Int | None = _number("most tokens to generate", minimum=1)
+    min_tokens: _Int | None = _number("no end before so many", minimum=0)
+    temperature: float | None = _number("0 is greedy; the default is 1", minimum=0)
+    top_p: float | None = _number("keep the likeliest tokens up to this mass", exclusiveMinimum=0, maximum=1)
+    top_k: _Int | None = _number("keep so many of the likeliest tokens; 0 or -1: all", minimum=-1)
+    min_p: float | None = _number("drop tokens less likely than this share of the best", minimum=0, maximum=1)
+    repetition_penalty: float | None = _number("above 1: discourage tokens already seen", exclusiveMinimum=0)
+    presence_penalty: float | None = _number("above 0: discourage tokens already generated", minimum=-2, maximum=2)
+    frequency_penalty: float | None = _number("the same, by how often", minimum=-2, maximum=2)
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], float] | None = Field(
+        None, max_length=MOST_BIASED, description="token ids to -100..100"
+    )
+    seed: _Int | None = _number("makes the text depend on this number alone", minimum=-(2**63), maximum=2**64 - 1)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None = Field(
+        None, description="strings to end before"
+    )
+    stop_token_ids: list[int] | None = Field(None, description="tokens to end with")
     ignore_eos: bool | None = None
-    n: int | None = Field(None, description="completions of every prompt")
+    n: _Int | None = _number("completions of every prompt", minimum=1, maximum=MOST_COMPLETIONS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculation: Literal["on", "off"] | int | None = Field(
-        None, description='"on": the policy chooses the length; "off": none for this request; a number: always as many'
+    speculation: Literal["on", "off"] | _Int | None = _number(
+        '"on": the policy chooses the length; "off": none for this request; a number: always as many',
+        minimum=0,
+        maximum=LONGEST_DRAFT,
     )
-    slo_tpot_ms: float | None = Field(None, description="milliseconds a token that this request wants to be met")
+    slo_tpot_ms: float | None = _number("milliseconds a token that this request wants to be met", exclusiveMinimum=0)
     spec_decode_metrics: MetricsLevel | None = Field(None, description="what to tell of speculation in `metrics`")
 
     user: str | None = Field(None, description="has no effect")
@@ -73,16 +102,13 @@ class GenerationRequest(_Body):
     safety_identifier: str | None = Field(None, description="has no effect")
     prompt_cache_key: str | None = Field(None, description="has no effect: whatever begins alike is shared")
 
-    _neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """fields that are not served, and the values under which that makes no difference"""
-
     @model_validator(mode="after")
     def _check_served(self) -> GenerationRequest:
-        for name, values in self._neutral.items():
-            if getattr(self, name) is not None and getattr(self, name) not in values:
+        for name in self.model_fields_set:
+            extra = type(self).model_fields[name].json_schema_extra
+            neutral = extra.get("enum") if isinstance(extra, dict) else None
+            if isinstance(neutral, list) and getattr(self, name) not in neutral:
                 raise ValueError(f"{name} is not supported by this server; leave it out")
-        if isinstance(self.stop, list) and len(self.stop) > MOST_STOPS:
-            raise ValueError(f"stop may hold at most {MOST_STOPS} strings, got {len(self.stop)}")
         return self
 
     @property
@@ -94,27 +120,21 @@ class GenerationRequest(_Body):
         given: dict[str, Any] = {name: getattr(self, name, None) for name in _PARAMS}
         given = {name: value for name, value in given.items() if value is not None}
         given["max_tokens"] = self.token_limit if self.token_limit is not None else most_tokens
-        return SamplingParams(**given, logprobs=self.num_logprobs, logit_bias=self._bias())
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        return SamplingParams(**given, logprobs=self.num_logprobs, logit_bias=bias)
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
 
-    def _bias(self) -> dict[int, float]:
-        # JSON has only texts as keys; one that is no number stays as it is and is complained of.
-        bias = self.logit_bias or {}
-        return {int(token) if token.isdecimal() else token: value for token, value in bias.items()}  # type: ignore[misc]
-
 
 class CompletionRequest(GenerationRequest):
     prompt: str | list[int] | list[str] | list[list[int]] = Field(description="text or token ids, or several of them")
-    max_tokens: int | None = Field(16, description="most tokens to generate")
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="how many of the likeliest tokens to report")
-    echo: bool | None = Field(None, description="not supported")
-    suffix: str | None = Field(None, description="not supported")
-    best_of: int | None = Field(None, description="not supported")
-
-    _neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
+    max_tokens: _Int | None = _number("most tokens to generate", 16, minimum=1)
+    logprobs: _Int | None = _top("how many of the likeliest tokens to report beside each")
+    echo: bool | None = _unserved(False)
+    suffix: str | None = _unserved("")
+    best_of: _Int | None = _unserved(1)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -150,35 +170,21 @@ class ChatMessage(BaseModel):
 
 class ChatRequest(GenerationRequest):
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = Field(None, description="most tokens to generate; also called max_tokens")
+    max_completion_tokens: _Int | None = _number("most tokens to generate; also called max_tokens", minimum=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="how many of the likeliest to report")
-    tools: list[Any] | None = Field(None, description="not supported")
-    tool_choice: Any = Field(None, description="not supported")
+    top_logprobs: _Int | None = _top("how many of the likeliest tokens to report at each place")
+    tools: list[Any] | None = _unserved([])
+    tool_choice: Any = _unserved("none", "auto")
     parallel_tool_calls: bool | None = Field(None, description="has no effect")
-    functions: list[Any] | None = Field(None, description="not supported")
-    function_call: Any = Field(None, description="not supported")
-    response_format: dict[str, Any] | None = Field(None, description='not supported, but for {"type": "text"}')
-    modalities: list[str] | None = Field(None, description='not supported, but for ["text"]')
-    audio: Any = Field(None, description="not supported")
-    prediction: Any = Field(None, description="not supported")
-    reasoning_effort: str | None = Field(None, description="not supported")
-    verbosity: str | None = Field(None, description="not supported")
-    web_search_options: Any = Field(None, description="not supported")
-
-    _neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
+    functions: list[Any] | None = _unserved([])
+    function_call: Any = _unserved("none", "auto")
+    response_format: dict[str, Any] | None = _unserved({"type": "text"})
+    modalities: list[str] | None = _unserved(["text"])
+    audio: Any = _unserved()
+    prediction: Any = _unserved()
+    reasoning_effort: str | None = _unserved("none")
+    verbosity: str | None = _unserved("medium")
+    web_search_options: Any = _unserved()
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:

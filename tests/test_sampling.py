@@ -176,6 +176,9 @@ def test_divergence_is_clamped() -> None:
         ("prompt_logprobs", True),
         ("speculation", "maybe"),
         ("speculation", -1),
+        ("slo_tpot_ms", 0),
+        ("slo_tpot_ms", float("inf")),
+        ("slo_tpot_ms", "fast"),
     ],
 )
 def test_bad_parameters_are_refused_by_name(field: str, value: object) -> None:

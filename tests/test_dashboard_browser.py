@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium o
 
 FOREVER_MS = 60_000
 """a busy machine is slow, not wrong"""
+expect.set_options(timeout=FOREVER_MS)
 
 
 @contextmanager
@@ -69,10 +70,12 @@ def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
     page.on("console", lambda message: message.type in ("error", "warning") and complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda r: r.url.startswith((url, "data:")) or complaints.append(f"fetched {r.url}"))
-    page.goto(f"{url}/dashboard")
-    expect(page.locator("#connection")).to_have_text("Live", timeout=FOREVER_MS)
-    yield page
-    context.close()
+    try:
+        page.goto(f"{url}/dashboard")
+        expect(page.locator("#connection")).to_have_text("Live")
+        yield page
+    finally:
+        context.close()
     assert complaints == []
 
 
@@ -96,15 +99,15 @@ def test_a_message_by_keyboard_shows_tokens_colours_and_curves(server: tuple[str
         page.get_by_label("Message").press("Enter")
 
         row = page.locator("#running > li", has_text="Why is the sky blue?").first
-        expect(row.locator(".text .own").first).to_be_visible(timeout=FOREVER_MS)
+        expect(row.locator(".text .own").first).to_be_visible()
         curve = row.locator(".lengths .line-length")
         before = curve.get_attribute("d")
         wait_until(lambda: curve.get_attribute("d") != before, "the curve did not move")
 
         with_it = page.get_by_role("region", name="Answer with speculation")
         without = page.get_by_role("region", name="Answer without speculation")
-        expect(with_it.locator(".accepted").first).to_be_visible(timeout=FOREVER_MS)
-        expect(page.locator("#chat-note")).to_contain_text("The two texts are identical.", timeout=FOREVER_MS)
+        expect(with_it.locator(".accepted").first).to_be_visible()
+        expect(page.locator("#chat-note")).to_contain_text("The two texts are identical.")
         for pane in (with_it, without):
             expect(pane.locator(".speed output")).to_have_text(re.compile(r"^\d+\.\d$"))
         assert with_it.locator(".rejected, .tick").count() > 0
@@ -150,7 +153,7 @@ def test_a_phone_can_read_it(server: tuple[str, Any], browser: Any, scheme: str)
     with opened(browser, url, **settings) as page:
         page.get_by_label("Tokens").fill("24")
         page.get_by_role("button", name="Count from one to twenty.").click()
-        expect(page.locator("#chat-note")).to_contain_text("texts", timeout=FOREVER_MS)
+        expect(page.locator("#chat-note")).to_contain_text("texts")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         for kind in ("accepted", "own", "rejected"):
             assert contrast(page, f".legend .{kind}") >= 4.5
@@ -181,7 +184,7 @@ def test_a_server_with_a_key_asks_for_it(browser: Any) -> None:
         page = browser.new_page()
         page.goto(f"{url}/dashboard")
         field = page.get_by_label("API key")
-        expect(field).to_be_focused(timeout=FOREVER_MS)
+        expect(field).to_be_focused()
         field.fill("wrong")
         field.press("Enter")
         expect(page.locator("#key-problem")).to_contain_text("needs an API key")

@@ -97,8 +97,9 @@ export class ThroughputChart {
       samples.map((sample, i) => (sample ? [first + i + 1, 98 - (94 * sample[kind]) / most] : null));
     this.with.setAttribute("d", line(points("with")));
     this.without.setAttribute("d", line(points("without")));
-    const pairs = points("with").map((point, i) => (point ? [point, points("without")[i]] : null));
-    this.gain.setAttribute("d", areas(pairs));
+    const floor = points("without");
+    const gain = points("with").map((p, i) => (p ? [[p[0], Math.min(p[1], floor[i][1])], floor[i]] : null));
+    this.gain.setAttribute("d", areas(gain));
   }
 }
 
@@ -123,6 +124,7 @@ function areas(pairs) {
 export class BatchChart {
   constructor(parent) {
     this.svg = canvas(parent, 100, 100);
+    this.grid = make(this.svg, "path", { class: "line-grid" });
     this.accepted = make(this.svg, "path", { class: "fill-accepted" });
     this.rejected = make(this.svg, "path", { class: "fill-rejected" });
     this.wanted = make(this.svg, "path", { class: "line-wanted" });
@@ -133,6 +135,8 @@ export class BatchChart {
     const most = Math.max(4, cap ?? 0, ...bars.map((bar) => Math.max(bar[0], bar[2] ?? 0)));
     const y = (value) => 98 - (92 * value) / most;
     const slot = 100 / Math.max(bars.length, 8);
+    const heights = Array.from({ length: Math.floor(most) }, (_, i) => i + 1);
+    this.grid.setAttribute("d", most <= 16 ? line(heights.flatMap((h) => [null, [0, y(h)], [100, y(h)]])) : "");
     let accepted = "";
     let rejected = "";
     const wanted = [];

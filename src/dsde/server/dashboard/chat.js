@@ -61,9 +61,10 @@ export class Chat {
     for (const example of EXAMPLES) this.#offer(example);
   }
 
-  /** A frame has arrived: the panes that are being answered follow their rows. */
-  follow() {
+  /** A frame has arrived: the pane that is being answered follows its row. */
+  follow({ num_running }) {
     const pane = this.current;
+    this.shared ||= num_running > 1;
     const row = pane?.id && this.rows.get(pane.id);
     if (!row) return;
     pane.follow(row);
@@ -84,6 +85,7 @@ export class Chat {
   async #compare() {
     if (this.controller) return;
     this.controller = new AbortController();
+    this.shared = false;
     this.#busy(true);
     for (const pane of this.panes) pane.clear();
     this.panes[0].element.parentElement.hidden = false;
@@ -161,7 +163,7 @@ export class Chat {
     const [on, off] = this.panes;
     const same = on.answer === off.answer ? "The two texts are identical." : "The two texts differ.";
     const faster = on.rate && off.rate ? `${(on.rate / off.rate).toFixed(2)} times as fast with speculation. ` : "";
-    this.note.textContent = faster + same;
+    this.note.textContent = faster + same + (this.shared ? " Other requests ran beside them." : "");
     this.announce(`Both answers are complete. ${this.note.textContent}`);
     this.buttons.replay.hidden = !(on.frames.length && off.frames.length);
   }

@@ -22,8 +22,12 @@ const recent = []; // the last steps in which a row drafted something
 let latest = null;
 let said = "";
 
+/** For screen readers. Added rather than replaced, so that nothing is lost while something else is being read. */
 function announce(text) {
-  find("announcer").textContent = text;
+  const line = document.createElement("p");
+  line.textContent = text;
+  find("announcer").append(line);
+  while (find("announcer").childElementCount > 3) find("announcer").firstElementChild.remove();
 }
 
 const feed = new Feed({
@@ -34,8 +38,12 @@ const feed = new Feed({
   onFrame(frame) {
     latest = frame;
     rows.apply(frame);
-    chat.follow();
+    chat.follow(frame);
     if (frame.about) find("about").textContent = `${frame.about.model} · ${frame.about.policy}`;
+    if (frame.num_dropped) find("connection").textContent = `Live, ${frame.num_dropped} frames dropped`;
+    const numHidden = frame.num_running - find("running").childElementCount;
+    find("more").hidden = numHidden <= 0;
+    find("more").textContent = `${numHidden} more are running than are shown here.`;
     showBatch(frame);
     showRates(frame);
   },

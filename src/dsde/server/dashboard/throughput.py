@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dsde.core.outputs import StepRecord
 from dsde.policies.cost import CostModel
 
-WINDOW_S = 3.0
+WINDOW_S = 5.0
 """of the engine's own time"""
 HORIZON = 256
 """passes that the line remembers"""

@@ -46,8 +46,9 @@ class Case:
         head_dim: int = 16,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        scale: float = SCALE,
     ) -> None:
-        self.query_lens, self.contexts = query_lens, contexts
+        self.query_lens, self.contexts, self.scale = query_lens, contexts, scale
         rng = np.random.default_rng(seed)
         counts = [-(-context // BLOCK_SIZE) for context in contexts]
         free = rng.permutation(sum(counts) + 3)
@@ -82,7 +83,7 @@ class Case:
 
     def attend(self, work: AttentionWork, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         caches = self.cache_k.to(DEVICE), self.cache_v.to(DEVICE)
-        return paged_attention(self.q.to(DEVICE), *caches, work, SCALE, window, softcap).cpu()
+        return paged_attention(self.q.to(DEVICE), *caches, work, self.scale, window, softcap).cpu()
 
     def expected(self, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         outputs = []
@@ -90,7 +91,7 @@ class Case:
         for slots, queries in zip(self.slots, self.q.float().split(self.query_lens), strict=True):
             k = self.cache_k[slots].float().repeat_interleave(heads_per_kv, dim=1)
             v = self.cache_v[slots].float().repeat_interleave(heads_per_kv, dim=1)
-            scores = torch.einsum("qhd,khd->hqk", queries, k) * SCALE
+            scores = torch.einsum("qhd,khd->hqk", queries, k) * self.scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             keys = torch.arange(len(slots))
@@ -224,6 +225,16 @@ def test_bound_of_items_is_reached_and_never_passed() -> None:
             for num_queries in (1, 2, 4):
                 most = max(len(make_items(np.array(share), num_queries)) for share in shares(num_tokens, num_seqs))
                 assert num_items_bound(num_tokens, num_seqs, num_queries) == most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("scale", [16**-0.5, 32**-0.5, 64**-0.5, 96**-0.5, 128**-0.5, 256**-0.5, 0.3])
+def test_queries_without_a_key_in_a_split_or_a_window(scale: float, dtype: torch.dtype) -> None:
+    """Whatever the scale: rounding may go either way, and what is nothing must not become everything."""
+    case = Case([5, 2], [MIN_SPLIT_KEYS + 2, 2 * MIN_SPLIT_KEYS + 1], 4, 2, 16, dtype, scale=scale)
+    check(case.attend(case.work(num_splits=2)), case.expected())
+    check(case.attend(case.work(num_splits=4)), case.expected())
+    check(case.attend(case.work(), window=3), case.expected(window=3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -383,10 +383,13 @@ def _attend_keys(
             seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
-            # Finite, since -inf less -inf is NaN where a row sees none of the keys; such a row is scaled away later.
+            # Finite, since -inf less -inf is NaN where a row sees none of the keys.
             scores = tl.where(seen, scores, -1e30)
         new_top = tl.maximum(top, tl.max(scores, axis=1) * exponent_scale)
         weights = tl.exp2(scores * exponent_scale - new_top[:, None])
+        if MASKED:
+            # Even so: fused, the difference of two such products is what rounding took from one, and its power inf.
+            weights = tl.where(seen, weights, 0.0)
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]

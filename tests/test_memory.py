@@ -60,10 +60,10 @@ def test_a_cpu_is_taken_at_its_word() -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 class TestOnCuda:
     def test_more_than_the_card_has_is_refused_with_what_fits(self) -> None:
-        target = tiny_model(device="cuda")
+        target = tiny_model(device="cuda", max_len=1 << 20)
         _, total = torch.cuda.mem_get_info()
         with pytest.raises(InvalidInput) as refusal:
-            make_engine(target, None, kv_cache_bytes=2 * total)
+            make_engine(target, None, kv_cache_bytes=2 * total, max_num_seqs=1 << 16)
         message = str(refusal.value)
         assert f"{2 * total / GIB:.2f} GiB" in message
         assert f"{total / GIB:.1f} GiB" in message

@@ -34,7 +34,7 @@ SHARED = 0
 
 
 def install(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
-    from dsde.drafting import device
+    from dsde.drafting import device, referee
     from dsde.engine import device_executor
 
     monkeypatch.setattr(embedding, "embed", embed)
@@ -42,7 +42,7 @@ def install(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
     monkeypatch.setattr(attention, "paged_attention", paged_attention)
     monkeypatch.setattr(device, "sample_drafts", sample_drafts)
     monkeypatch.setattr(device, "advance", advance)
-    monkeypatch.setattr(device, "decide", decide)
+    monkeypatch.setattr(referee, "decide", decide)
     monkeypatch.setattr(device_executor, "judge", judge)
     monkeypatch.setattr(device_executor, "step_on", step_on)
     monkeypatch.setattr(kernels, "exponentials", exponentials)

@@ -8,7 +8,7 @@ it decided before it starts the next pass. Knows nothing of verification.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,97 +17,17 @@ from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop
-from dsde.device.mailbox import Mailbox
-from dsde.device.staging import Layout, Sheet
-from dsde.drafting.kernels import NUM_REREAD, advance, decide
+from dsde.device.staging import Sheet
+from dsde.drafting.draft_store import BoolArray, DeviceProposals, Drafts, GrowingDraft, IntArray
+from dsde.drafting.kernels import NUM_REREAD, advance
 from dsde.drafting.model import DraftShare, ModelDrafter
+from dsde.drafting.referee import Call, Referee
 from dsde.drafting.ruling import Decision, Ruling, ruling_sizes
 from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
 from dsde.sampling.draw_mode import DrawMode
-from dsde.sampling.kernels import NUM_SIGNALS, DraftStore, Draws, sample_drafts
-
-BoolArray = NDArray[np.bool_]
-FloatArray = NDArray[np.float32]
-IntArray = NDArray[np.int64]
-
-_FIRST_STORE_ROWS = 64
-
-
-@dataclass(slots=True)
-class DeviceProposals:
-    """Drafted tokens that only the device knows."""
-
-    lengths: IntArray
-    """[sequences]"""
-    rows: IntArray
-    """[sequences, K] where in the draft store a token lies; -1 beyond a sequence's length"""
-    num_catch_up_tokens: IntArray | None = None
-    """[sequences] tokens the draft had to read before its first own one, beyond the newest"""
-    point_mass: bool = False
-    """chosen rather than drawn from a distribution: nothing but the tokens is in the store"""
-    is_caught_up: BoolArray | None = None
-    """[sequences] the draft has read all of their tokens but perhaps the last one drafted; None: nobody's"""
-    num_passes: int = 0
-    """as in Proposals"""
-    signals: FloatArray | None = None
-    """[rows of the store, NUM_SIGNALS] on the host; None: nobody asked"""
-
-    @staticmethod
-    def nothing(num_sequences: int) -> DeviceProposals:
-        return DeviceProposals(np.zeros(num_sequences, dtype=np.int64), np.empty((num_sequences, 0), dtype=np.int64))
-
-    def cut(self, lengths: IntArray) -> DeviceProposals:
-        """The beginnings of the drafts, so much of each."""
-        return replace(self, lengths=lengths, rows=_beginnings(self.rows, lengths))
-
-    def signals_of_drafts(self) -> NDArray[np.float64] | None:
-        """[sum(lengths), NUM_SIGNALS] sequence after sequence."""
-        return None if self.signals is None else self.signals[self.rows[self.rows >= 0]].astype(np.float64)
-
-
-@dataclass(slots=True)
-class Drafts:
-    """The draft store, which grows with the number of tokens drafted in a step."""
-
-    vocab_size: int
-    dtype: torch.dtype
-    tokens: torch.Tensor
-    """[most drafted tokens of a step] never moves"""
-    store: DraftStore | None = field(init=False, default=None)
-    """None: there was no memory for it"""
-    _signals: torch.Tensor = field(init=False, default_factory=lambda: torch.empty((0, NUM_SIGNALS)))
-    """the store's, on the host"""
-
-    def __post_init__(self) -> None:
-        self._allocate(_FIRST_STORE_ROWS)
-
-    def fetch_signals(self, num_rows: int, wait: bool) -> FloatArray:
-        """[num_rows, NUM_SIGNALS] of the store's first rows, on the host: now, or when the step is over."""
-        assert self.store is not None
-        if len(self._signals) < num_rows:
-            is_cuda = self.tokens.device.type == "cuda"
-            self._signals = torch.empty((self.capacity, NUM_SIGNALS), pin_memory=is_cuda)
-        found = self._signals[:num_rows]
-        found.copy_(self.store.signals[:num_rows], non_blocking=not wait)
-        values: FloatArray = found.numpy()
-        return values
-
-    @property
-    def capacity(self) -> int:
-        return self.store.logits.shape[0] if self.store is not None else 0
-
-    def make_room(self, num_rows: int) -> None:
-        """Move the store to where there is room for that many rows; whatever it held is lost."""
-        capacity = max(num_rows, 2 * self.capacity)
-        # The old one goes first: both at once would need half as much again.
-        self.store = None
-        self._allocate(capacity)
-
-    def _allocate(self, capacity: int) -> None:
-        self.store = DraftStore.allocate(capacity, self.vocab_size, self.dtype, self.tokens.device)
-        self.store.tokens = self.tokens
+from dsde.sampling.kernels import Draws, sample_drafts
 
 
 class DeviceDrafter:
@@ -132,10 +52,7 @@ class DeviceDrafter:
         self._watches = False
         """whether somebody has wanted signals before: those of first tokens must be there before anybody asks"""
         self._ahead_is_watched = False
-        self.mailbox = Mailbox(max_num_seqs, drafts.tokens.device)
-        self._standings = torch.zeros((max_num_seqs, 2), device=drafts.tokens.device)
-        self._first_rulings: dict[int, tuple[Sheet, torch.Tensor, dict[str, torch.Tensor]]] = {}
-        """inputs of the first decision of a step, by how many it is on"""
+        self.referee = Referee(max_num_seqs, drafts.tokens.device)
 
     def propose(
         self,
@@ -145,102 +62,71 @@ class DeviceDrafter:
         begin: Callable[[], None],
         stop: Stop | None = None,
         watched: bool = False,
+        meanwhile: Callable[[DeviceProposals], None] = lambda _: None,
     ) -> DeviceProposals:
         """Queue the draft; `begin` is called right before the device first hears of it.
 
         With a `stop` the next pass waits for what the device decides on the last: it is ready and its inputs are there
         by then, made for everybody who may still go on, and only its start depends on the decisions. Whoever ended
-        meanwhile rides along in that one pass. `watched` drafts have signals in the store.
+        meanwhile rides along in that one pass. While the device works there is time for `meanwhile`, called with what
+        will have been proposed if the draft is over now. `watched` drafts have signals in the store.
         """
-        watched = watched or stop is not None
-        self._watches = self._watches or watched
-        ahead = self._take_ahead(sequences, lengths, watched)
+        ruling = None if stop is None else Ruling(stop)
+        task = _Task(begin, ruling, watched or ruling is not None, meanwhile)
+        self._watches = self._watches or task.watched
+        ahead = self._take_ahead(sequences, lengths, task.watched)
         share = self.host.share(sequences, np.where(ahead < 0, lengths, 0))
         rooms = self.model.config.max_position_embeddings + 1 - np.array([len(s.tokens) for s in sequences])
         lengths = np.where(ahead < 0, share.lengths, np.minimum(lengths, np.maximum(rooms, 0)))
-        draft = _Draft(lengths.copy(), ahead)
+        draft = GrowingDraft(lengths.copy(), ahead)
         if len(share.order):
             num_drafting = int((share.lengths > 0).sum())
             batch = self._batch([sequences[i] for i in share.order.tolist()], slots[share.order], 0)
-            step = self._read(batch, share.chunks[share.order], num_drafting, draft.num_rows, watched)
+            step = self._read(batch, share.chunks[share.order], num_drafting, draft.num_rows, task.watched)
             begin()
             self.passes.run(*step)
-            draft.add(share.order[:num_drafting], 0)
-        drafting = np.argsort(-lengths, kind="stable")[: int((lengths > 0).sum())]
-        self._go_on(draft, drafting, sequences, slots, begin, None if stop is None else Ruling(stop), watched)
+            draft.draw(share.order[:num_drafting])
+        if draft.longest > 1 or (draft.longest and ruling is not None):
+            members = draft.members
+            batch = self._batch([sequences[i] for i in members.tolist()], slots[members], draft.longest)
+            self._go_on(draft, batch, task)
         self._settle(sequences, draft.lengths, share, ahead)
-        return DeviceProposals(
-            draft.lengths,
-            draft.rows_kept(),
-            share.num_catch_up_tokens,
+        return replace(
+            draft.proposals(),
+            num_catch_up_tokens=share.num_catch_up_tokens,
             is_caught_up=lengths > 0,
-            num_passes=draft.num_passes,
+            num_passes=draft.depth + 1 if len(share.order) or draft.num_rows else 0,
         )
 
-    def _go_on(
-        self,
-        draft: _Draft,
-        drafting: IntArray,
-        sequences: list[Sequence],
-        slots: IntArray,
-        begin: Callable[[], None],
-        ruling: Ruling | None,
-        watched: bool,
-    ) -> None:
-        """The passes after the first, for those who are `drafting`, longest first."""
-        batch: _Batch | None = None
-        number = None
-        if ruling is not None and ruling.decides(0) and len(drafting):
-            begin()
-            number = self._decide_first(ruling, draft, drafting)
-        for depth in range(1, int(draft.lengths.max(initial=0)) + 1):
-            goes_on = draft.lengths[drafting] > depth
-            following, following_number, step = drafting[goes_on], None, None
+    def _go_on(self, draft: GrowingDraft, batch: _Batch, task: _Task) -> None:
+        """The passes after the first."""
+        call = None
+        if task.ruling is not None and task.ruling.decides(0, draft.longest == 1):
+            task.begin()
+            call = self.referee.decide_now(task.ruling, draft, self.drafts.signals)
+        while True:
+            may_go_on = draft.may_go_on
+            following, step, next_call = draft.members[may_go_on], None, None
             if len(following):
-                if batch is None:
-                    longest = int(draft.lengths.max())
-                    batch = self._batch([sequences[i] for i in following.tolist()], slots[following], longest)
-                else:
-                    batch = batch.only(goes_on)
-                decides = ruling is not None and ruling.decides(depth)
-                step = self._extend(batch, depth, draft.rows[following, depth - 1], draft.num_rows, watched, decides)
-                if ruling is not None and decides:
-                    following_number = self.mailbox.next_number()
-                    places = np.arange(draft.num_rows, draft.num_rows + len(following))
-                    may_go_on = draft.lengths[following] > depth + 1
-                    ruling.write(step[1], following, places, may_go_on, depth, following_number)
-                begin()
+                batch = batch.only(may_go_on)
+                step, next_call = self._extend(batch, draft, following, task)
+                task.begin()
                 self.passes.load(*step)
             decisions = None
-            if ruling is not None and number is not None and (step is not None or ruling.may_drop):
-                decisions = self.mailbox.wait(number, len(drafting))
+            if call is not None:
+                if not self.referee.has_decided(call):
+                    task.meanwhile(draft.proposals_if_over(step is None or call.ruling.keeps_last))
+                decisions = self.referee.wait(call)
                 if decisions.max() < Decision.GOES_ON:
                     step = None
             if step is not None:
                 self.passes.start(step[0])
             if decisions is not None:
-                draft.end(drafting, depth - 1, decisions)
+                draft.apply(decisions)
             if step is None:
-                break
-            draft.add(following, depth)
-            drafting, number = following, following_number
-
-    def _decide_first(self, ruling: Ruling, draft: _Draft, drafting: IntArray) -> int:
-        """Let the device decide on first tokens, some of which may have been drawn before there was a rule; returns the
-        letter's number."""
-        size = power_of_2(len(drafting))
-        if size not in self._first_rulings:
-            layout = Layout(ruling_sizes(size))
-            words = torch.empty(layout.num_words, dtype=torch.int32, device=self.model.device)
-            sheet = Sheet.blank(layout, pinned=words.device.type == "cuda")
-            self._first_rulings[size] = sheet, words, layout.views(words)
-        sheet, words, arrays = self._first_rulings[size]
-        number = self.mailbox.next_number()
-        ruling.write(sheet, drafting, draft.rows[drafting, 0], draft.lengths[drafting] > 1, 0, number)
-        words.copy_(sheet.words, non_blocking=True)
-        assert self.drafts.store is not None
-        decide(arrays, self.drafts.store.signals, self._standings, self.mailbox.words)
-        return number
+                return
+            draft.deepen(following)
+            call = next_call
 
     def read_ahead(
         self,
@@ -355,15 +241,23 @@ class DeviceDrafter:
         return entry, sheet
 
     def _extend(
-        self, batch: _Batch, depth: int, sources: IntArray, first_row: int, watched: bool, decides: bool
-    ) -> tuple[Pass, Sheet]:
-        """Read the tokens drafted last, which lie at `sources` in the store, and draw the next."""
-        count = len(sources)
+        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task
+    ) -> tuple[tuple[Pass, Sheet], Call | None]:
+        """Read the tokens that these members, which `batch` is of, drafted last, and draw the next."""
+        depth, first_row, count = draft.depth + 1, draft.num_rows, len(members)
+        if first_row + count > self.drafts.capacity:
+            self.passes.forget()
+            self.drafts.make_room(first_row + count, num_kept=first_row)
+        is_last = int(draft.lengths[members].max()) == depth + 1
+        ruling = task.ruling if task.ruling is not None and task.ruling.decides(depth, is_last) else None
+        variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None)
         rows = RaggedRows(np.ones(count, dtype=np.int64))
-        variant = _Variant(*batch.variant, is_watched=watched, decides=decides)
         entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row, variant)
-        sheet.arrays["sources"][:count] = sources
-        return entry, sheet
+        sheet.arrays["sources"][:count] = draft.rows[members, draft.depth]
+        call = None
+        if ruling is not None:
+            call = self.referee.write(ruling, sheet, draft, members, depth, np.arange(first_row, first_row + count))
+        return (entry, sheet), call
 
     def _step(
         self,
@@ -404,7 +298,7 @@ class DeviceDrafter:
         sampling = variant.sampled, variant.truncated, variant.is_watched
         sample_drafts(logits, draws, arrays["depth"], arrays["first_row"], store, *sampling)
         if variant.decides:
-            decide(arrays, store.signals, self._standings, self.mailbox.words)
+            self.referee.decide(arrays, store.signals)
 
 
 class _Variant(NamedTuple):
@@ -417,34 +311,14 @@ class _Variant(NamedTuple):
     decides: bool = False
 
 
-class _Draft:
-    """Drafts of a step while they are made."""
+@dataclass(slots=True)
+class _Task:
+    """How a step's draft is to be made."""
 
-    def __init__(self, lengths: IntArray, ahead: IntArray) -> None:
-        self.lengths = lengths
-        """[sequences] how far they go, for all that is known"""
-        self.rows = np.full((len(lengths), int(lengths.max(initial=0))), -1, dtype=np.int64)
-        """[sequences, depths] where in the store the tokens drawn so far lie, those of ended drafts included"""
-        self.num_rows = int(ahead.max()) + 1
-        """of the store, that are taken"""
-        self.num_passes = int(self.num_rows > 0)
-        if self.rows.shape[1]:
-            self.rows[:, 0] = ahead
-
-    def add(self, members: IntArray, depth: int) -> None:
-        """A pass that draws a token for each of these."""
-        self.num_passes = depth + 1
-        if len(members):
-            self.rows[members, depth] = np.arange(self.num_rows, self.num_rows + len(members))
-            self.num_rows += len(members)
-
-    def end(self, members: IntArray, depth: int, decisions: IntArray) -> None:
-        """What was decided on their tokens at this depth; those who had ended before only rode along."""
-        ends = (self.lengths[members] > depth) & (decisions < Decision.GOES_ON)
-        self.lengths[members[ends]] = depth + decisions[ends]
-
-    def rows_kept(self) -> IntArray:
-        return _beginnings(self.rows, self.lengths)
+    begin: Callable[[], None]
+    ruling: Ruling | None
+    watched: bool
+    meanwhile: Callable[[DeviceProposals], None]
 
 
 @dataclass(slots=True)
@@ -469,12 +343,6 @@ class _Batch:
             self.counters[kept],
             self.variant,
         )
-
-
-def _beginnings(rows: IntArray, lengths: IntArray) -> IntArray:
-    """Of every row so much, -1 behind it."""
-    longest = int(lengths.max(initial=0))
-    return np.where(np.arange(longest) < lengths[:, None], rows[:, :longest], -1)
 
 
 def draws_of(arrays: dict[str, torch.Tensor]) -> Draws:

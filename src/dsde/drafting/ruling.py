@@ -51,15 +51,17 @@ class Ruling:
             bounds, look = stop.thresholds, LOOKS.index(stop.signal)
             sign = 1.0 if stop.stops_above else -1.0
             outlooks = np.ones(len(bounds))
+        self.keeps_last = self.kind is not Kind.BEFORE
+        """whether a draft that it ends mostly keeps the token that it was ended for"""
         self.look = look
         with np.errstate(over="ignore"):  # beyond single precision is as good as infinite
             self.bounds = bounds.astype(np.float32)
             self.outlooks = outlooks.astype(np.float32)
             self.numbers = np.array([*weights, *costs, sign], dtype=np.float32)
 
-    def decides(self, depth: int) -> bool:
-        """Whether it looks at tokens so far into a draft."""
-        return depth >= self.first_depth
+    def decides(self, depth: int, is_last: bool) -> bool:
+        """Whether there is anything to decide on tokens so far into their drafts, or on the last that may be drawn."""
+        return depth >= self.first_depth and (self.may_drop or not is_last)
 
     def write(
         self, sheet: Sheet, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int

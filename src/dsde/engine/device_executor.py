@@ -22,7 +22,8 @@ from dsde.core.sequence import Sequence
 from dsde.core.stops import SIGNALS
 from dsde.device.staging import Sheet
 from dsde.drafting import ModelDrafter
-from dsde.drafting.device import DeviceDrafter, DeviceProposals, Drafts, draws_of
+from dsde.drafting.device import DeviceDrafter, draws_of
+from dsde.drafting.draft_store import DeviceProposals, Drafts
 from dsde.drafting.kernels import step_on
 from dsde.drafting.sequence_table import SequenceTable, draw_sizes
 from dsde.drafting.signals import SURE
@@ -72,6 +73,20 @@ class DeviceFlight:
         return self.finish(self)
 
 
+@dataclass(slots=True)
+class _Prepared:
+    """A pass of the target whose sheet is written."""
+
+    lengths: IntArray
+    """of the drafts it is for"""
+    judged: list[Sequence]
+    drafted: IntArray
+    num_judged_rows: int
+    entry: Pass
+    sheet: Sheet
+    longest_context: int
+
+
 class _Variant(NamedTuple):
     """What the kernels of a verdict are compiled for."""
 
@@ -111,6 +126,8 @@ class DeviceExecutor:
             Findings.num_words(power_of_2(max_num_seqs), LONGEST_DRAFT), dtype=torch.int32, device=self.device
         )
         self._answers: dict[tuple[int, int], list[_Answer]] = {}
+        self._num_moves = 0
+        """as often as that the draft store had moved when graphs were last captured"""
         self._rows = RaggedRows(np.ones(1, dtype=np.int64))
 
     def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
@@ -121,8 +138,17 @@ class DeviceExecutor:
             self._forget()
             return self.host.launch(work, wish, scored)
         timing = self.clock.start()
-        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish, timing)
-        return self._verify(work, sequences, slots, wish, proposals, known, scored, timing)
+        foreseen: list[_Prepared] = []
+
+        def foresee(proposals: DeviceProposals) -> None:
+            foreseen[:] = [self._prepare(work, sequences, slots, proposals, scored)]
+
+        # Whatever is cut off or read besides is known later, or not prepared quickly.
+        meanwhile = _do_nothing if wish.budget is not None or work.prefills else foresee
+        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish, timing, meanwhile)
+        if not foreseen or not self._is_for(foreseen[0], proposals):
+            foresee(proposals)
+        return self._verify(work, slots, wish, proposals, known, foreseen[0], timing)
 
     def follow(self, flight: Flight) -> Flight | None:
         if not isinstance(flight, DeviceFlight) or flight.drafted.any():
@@ -163,7 +189,12 @@ class DeviceExecutor:
             self.drafter.forget_ahead()
 
     def _draft(
-        self, decodes: list[Sequence], slots: IntArray, wish: DraftWish, timing: Timing
+        self,
+        decodes: list[Sequence],
+        slots: IntArray,
+        wish: DraftWish,
+        timing: Timing,
+        meanwhile: Callable[[DeviceProposals], None],
     ) -> tuple[DeviceProposals, IntArray | None]:
         """What is drafted, and the tokens themselves where the host knows them."""
         drafter, lengths = self.host.drafter, wish.lengths
@@ -172,11 +203,10 @@ class DeviceExecutor:
                 self.drafter.forget_ahead()
             return DeviceProposals.nothing(len(decodes)), None
         if self.drafter is not None:
-            if self.drafter.needs_room(int(lengths.sum()), len(decodes)):
-                self.passes.forget()
-            self.drafter.make_room(int(lengths.sum()), len(decodes))
+            # With a rule most drafts end early: there is room for what is drafted when it is drafted.
+            self.drafter.make_room(int(lengths.sum()) if wish.stop is None else len(decodes), len(decodes))
             watched = wish.wants_signals or wish.budget is not None
-            drafts = self.drafter.propose(decodes, slots, lengths, timing.begin, wish.stop, watched)
+            drafts = self.drafter.propose(decodes, slots, lengths, timing.begin, wish.stop, watched, meanwhile)
             return self._cut(drafts, wish), None
         proposals = propose(drafter, decodes, wish)
         valid = np.arange(proposals.tokens.shape[1]) < proposals.lengths[:, None]
@@ -196,17 +226,17 @@ class DeviceExecutor:
         confidences = drafts.signals[drafts.rows, column].astype(np.float64)
         return drafts.cut(wish.budget.select(confidences, drafts.lengths, wish.chosen))
 
-    def _verify(
+    def _prepare(
         self,
         work: Schedule,
         sequences: list[Sequence],
         slots: IntArray,
-        wish: DraftWish,
         proposals: DeviceProposals,
-        known: IntArray | None,
         scored: set[Sequence],
-        timing: Timing,
-    ) -> DeviceFlight:
+    ) -> _Prepared:
+        if self._num_moves != self.drafts.num_moves:
+            self.passes.forget()
+            self._num_moves = self.drafts.num_moves
         judged = judged_sequences(work) if work.prefills else work.decodes
         query_lens = 1 + proposals.lengths
         drafted = proposals.lengths
@@ -241,29 +271,44 @@ class DeviceExecutor:
             self.table.write_draws(
                 sheet, judged_slots, self.table.counters(judged, variant.sampled or self._rates is not None)
             )
+        return _Prepared(proposals.lengths, judged, drafted, num_judged_rows, entry, sheet, int(contexts.max()))
 
+    def _is_for(self, prepared: _Prepared, proposals: DeviceProposals) -> bool:
+        """Whether a pass prepared while the draft was under way is the one for what came of it."""
+        return self._num_moves == self.drafts.num_moves and np.array_equal(prepared.lengths, proposals.lengths)
+
+    def _verify(
+        self,
+        work: Schedule,
+        slots: IntArray,
+        wish: DraftWish,
+        proposals: DeviceProposals,
+        known: IntArray | None,
+        prepared: _Prepared,
+        timing: Timing,
+    ) -> DeviceFlight:
         timing.begin()
         timing.drafted.record()
         if known is not None:
             self.drafts.tokens[: len(known)].copy_(torch.from_numpy(known.astype(np.int32)))
-        read: _Read = self.passes.run(entry, sheet)
+        read: _Read = self.passes.run(prepared.entry, prepared.sheet)
         answer = self._fetch(read.findings, None)
         if wish.wants_signals and proposals.signals is None and proposals.rows.shape[1]:
             proposals.signals = self.drafts.fetch_signals(int(proposals.rows.max()) + 1, wait=False)
         timing.judged.record()
         self._read_ahead(work.decodes, slots[: len(work.decodes)], proposals, read.findings, timing)
         return DeviceFlight(
-            judged,
-            drafted,
+            prepared.judged,
+            prepared.drafted,
             wish,
             proposals,
-            num_judged_rows,
-            entry,
+            prepared.num_judged_rows,
+            prepared.entry,
             read,
             answer,
             timing,
             self._finish,
-            int(contexts.max()),
+            prepared.longest_context,
         )
 
     def _read_ahead(
@@ -375,6 +420,10 @@ class DeviceExecutor:
             size = (max(num_rows, min(2 * self._logits.shape[0], MOST_GRAPH_TOKENS)), self._logits.shape[1])
             self._logits = self._logits[:0].clone()
             self._logits = self._logits.new_empty(size)
+
+
+def _do_nothing(_: DeviceProposals) -> None:
+    pass
 
 
 def _by_depth(rates: tuple[float, ...] | None, device: torch.device) -> torch.Tensor | None:

@@ -25,6 +25,7 @@ from dsde.server.dashboard import board
 from dsde.server.dashboard.throughput import Throughput
 from dsde.server.dashboard.words import explain
 from dsde.server.settings import ServerSettings
+from served import serving
 from tiny import make_engine, tiny_model
 
 TARGET = tiny_model(seed=7)
@@ -238,6 +239,18 @@ def test_closing_lets_viewers_go(llm: AsyncLLM) -> None:
         assert await look() == 0
 
     asyncio.run(close())
+
+
+def test_a_server_ends_though_somebody_looks() -> None:
+    with serving(make_engine(TARGET, DRAFT, "dsde"), dashboard=True) as served:
+        with served.http.stream("GET", "/dashboard/events") as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith('data: {"whole":true')
+            served.server.end()
+            for _ in lines:
+                pass
+        served.thread.join(timeout=3)
+        assert not served.thread.is_alive()
 
 
 def test_rows_are_bounded_and_the_ended_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

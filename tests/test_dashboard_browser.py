@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +11,7 @@ from typing import Any
 import pytest
 
 from dsde import LLM
-from dsde.engine.async_llm import AsyncLLM
-from dsde.server.app import create_app
-from dsde.server.lifecycle import Server, bind, url_of
-from dsde.server.settings import ServerSettings
+from served import Served, serving, wait_until
 from tiny import make_engine, tiny_model
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -30,26 +25,11 @@ FOREVER_MS = 60_000
 expect.set_options(timeout=FOREVER_MS)
 
 
-@contextmanager
-def serving(llm: AsyncLLM, settings: ServerSettings) -> Iterator[tuple[str, Any]]:
-    listener = bind(settings)
-    app = create_app(llm, settings)
-    server = Server(app, settings)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield url_of(listener), app
-    finally:
-        server.end()
-        thread.join()
-        llm.shutdown()
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, Any]]:
+def server() -> Iterator[Served]:
     llm = LLM(max_num_seqs=8, kv_cache_bytes=256 << 20)
-    with serving(AsyncLLM(llm.engine), ServerSettings(model_name=llm.target, port=0)) as running:
-        yield running
+    with serving(llm.engine, model_name=llm.target, dashboard=True) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -79,30 +59,26 @@ def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
     assert complaints == []
 
 
-def wait_until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + FOREVER_MS / 1000
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+def watch_until(condition: Any, what: str) -> None:
+    wait_until(condition, FOREVER_MS / 1000, lambda: what)
 
 
-def test_a_message_by_keyboard_shows_tokens_colours_and_curves(server: tuple[str, Any], browser: Any) -> None:
-    url, _ = server
-    with opened(browser, url, viewport={"width": 1280, "height": 900}) as page:
+def test_a_message_by_keyboard_shows_tokens_colours_and_curves(server: Served, browser: Any) -> None:
+    with opened(browser, server.url, viewport={"width": 1280, "height": 900}) as page:
         page.keyboard.press("Tab")
         expect(page.locator(".skip")).to_be_focused()
         for _ in range(2):
             page.keyboard.press("Tab")
         expect(page.get_by_label("Message")).to_be_focused()
         page.keyboard.type("Why is the sky blue?")
-        page.get_by_label("Tokens").fill("48")
+        page.get_by_label("Tokens").fill("40")
         page.get_by_label("Message").press("Enter")
 
         row = page.locator("#running > li", has_text="Why is the sky blue?").first
         expect(row.locator(".text .own").first).to_be_visible()
         curve = row.locator(".lengths .line-length")
         before = curve.get_attribute("d")
-        wait_until(lambda: curve.get_attribute("d") != before, "the curve did not move")
+        watch_until(lambda: curve.get_attribute("d") != before, "the curve did not move")
 
         with_it = page.get_by_role("region", name="Answer with speculation")
         without = page.get_by_role("region", name="Answer without speculation")
@@ -130,28 +106,26 @@ def test_a_message_by_keyboard_shows_tokens_colours_and_curves(server: tuple[str
         text = with_it.locator(".text")
         told = text.inner_text()
         page.get_by_role("button", name="Replay as a race").press("Enter")
-        wait_until(lambda: len(text.inner_text()) < len(told), "the replay did not begin anew")
-        wait_until(lambda: text.inner_text() == told, "the replay did not come to the same end")
+        watch_until(lambda: len(text.inner_text()) < len(told), "the replay did not begin anew")
+        watch_until(lambda: text.inner_text() == told, "the replay did not come to the same end")
 
 
-def test_pause_lets_the_server_go_and_comes_back(server: tuple[str, Any], browser: Any) -> None:
-    url, app = server
-    with opened(browser, url) as page:
+def test_pause_lets_the_server_go_and_comes_back(server: Served, browser: Any) -> None:
+    with opened(browser, server.url) as page:
         pause = page.get_by_role("button", name="Pause")
         pause.press("Space")
         expect(pause).to_have_attribute("aria-pressed", "true")
-        wait_until(lambda: app.state.feed.num_viewers == 0, "the viewer is still there")
+        watch_until(lambda: not server.service.llm.listeners, "the viewer is still there")
         pause.press("Space")
         expect(page.locator("#connection")).to_have_text("Live")
-        assert app.state.feed.num_viewers == 1
+        assert len(server.service.llm.listeners) == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_can_read_it(server: tuple[str, Any], browser: Any, scheme: str) -> None:
-    url, _ = server
+def test_a_phone_can_read_it(server: Served, browser: Any, scheme: str) -> None:
     settings = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme, "reduced_motion": "reduce"}
-    with opened(browser, url, **settings) as page:
-        page.get_by_label("Tokens").fill("24")
+    with opened(browser, server.url, **settings) as page:
+        page.get_by_label("Tokens").fill("12")
         page.get_by_role("button", name="Count from one to twenty.").click()
         expect(page.locator("#chat-note")).to_contain_text("texts")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -164,9 +138,8 @@ def test_a_phone_can_read_it(server: tuple[str, Any], browser: Any, scheme: str)
         assert (background > 0.5) == (scheme == "light")
 
 
-def test_it_has_landmarks_and_every_control_a_name(server: tuple[str, Any], browser: Any) -> None:
-    url, _ = server
-    with opened(browser, url) as page:
+def test_it_has_landmarks_and_every_control_a_name(server: Served, browser: Any) -> None:
+    with opened(browser, server.url) as page:
         for role in ("banner", "main"):
             expect(page.get_by_role(role)).to_have_count(1)
         for name in ("Throughput", "Lengths across the batch", "Try it, with and without", "Running requests"):
@@ -179,10 +152,10 @@ def test_it_has_landmarks_and_every_control_a_name(server: tuple[str, Any], brow
 
 
 def test_a_server_with_a_key_asks_for_it(browser: Any) -> None:
-    llm = AsyncLLM(make_engine(tiny_model(seed=7), tiny_model(seed=7, noise=0.1), "dsde"))
-    with serving(llm, ServerSettings(port=0, api_keys=("secret",))) as (url, _):
+    engine = make_engine(tiny_model(seed=7), tiny_model(seed=7, noise=0.1), "dsde")
+    with serving(engine, dashboard=True, api_keys=("secret",)) as served:
         page = browser.new_page()
-        page.goto(f"{url}/dashboard")
+        page.goto(f"{served.url}/dashboard")
         field = page.get_by_label("API key")
         expect(field).to_be_focused()
         field.fill("wrong")

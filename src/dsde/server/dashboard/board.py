@@ -46,9 +46,13 @@ class Arrival:
 def arrivals(engine: Engine, output: StepOutput, board: Board) -> dict[Key, Arrival]:
     """Sequences that the board does not have and has room for. To be called by the engine's thread."""
     found: dict[Key, Arrival] = {}
+    num_free = board.num_free
     for chunk in output.chunks:
+        if len(found) == num_free:
+            break
         key = (chunk.request_id, chunk.index)
-        if board.has(key) or len(found) >= board.num_free or (request := engine.requests.get(chunk.request_id)) is None:
+        request = None if board.has(key) else engine.requests.get(chunk.request_id)
+        if request is None:
             continue
         sequence = request.completions[chunk.index].sequence
         earlier = sequence.tokens[sequence.num_prompt_tokens : len(sequence.tokens) - len(chunk.token_ids)]

@@ -137,7 +137,10 @@ class Bench:
         if cell is None:
             prompts = [len(task.prompt) for task in tasks]
             cell = Cell(*key, kinds=[task.kind for task in tasks], num_prompt_tokens=prompts, contenders={})
-            cell.contenders = {c.name: Findings() for c in self.contenders if _can_take_part(c, key)}
+            for contender in self.contenders:
+                if _can_take_part(contender, key):
+                    compared = isinstance(contender, PolicyContender) or key.temperature == 0
+                    cell.contenders[contender.name] = Findings(compared=compared)
             self.results.cells.append(cell)
         return cell
 
@@ -161,6 +164,8 @@ class Bench:
             findings.rounds.append(turn.round)
             findings.lossless &= turn.lossless
             known = {difference.request for difference in findings.differences}
+            if not findings.compared:
+                continue
             for number, (answer, expected) in enumerate(zip(turn.answers, own, strict=True)):
                 if answer != expected and number not in known:
                     findings.differences.append(self._difference(number, tasks[number], answer, expected))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dsde.bench import plots
+from dsde.bench import drawing, plots
 from dsde.bench.page import to_html
 from dsde.bench.report import make_report, to_markdown
 from dsde.bench.results import FILE_NAME, Results
@@ -29,8 +29,8 @@ def write_files(results: Results, folder: Path) -> list[str]:
     drawings: dict[str, str] = {}
     try:
         figures = plots.draw(results, report.summaries)
-        drawings = {name: plots.to_svg(figure) for name, figure in figures.items()}
-    except plots.NoPlots as error:
+        drawings = {name: drawing.to_svg(figure) for name, figure in figures.items()}
+    except drawing.NoPlots as error:
         missing.append(str(error))
     for name, svg in drawings.items():
         (folder / PLOTS / f"{name}.svg").write_text(svg, encoding="utf-8")

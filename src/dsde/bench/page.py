@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from dsde.bench import plots
+from dsde.bench import drawing, plots
 from dsde.bench.report import HOW_TO_READ, Report, answer, facts
 from dsde.bench.table import Table
 from dsde.bench.tables import label, latency_table, overview, speed_table, work_table
 
 STYLE = Path(__file__).with_name("report.css")
-_STYLED = {plots.INK: "var(--ink)", plots.MUTED: "var(--muted)", plots.GRID: "var(--grid)"}
+_STYLED = {drawing.INK: "var(--ink)", drawing.MUTED: "var(--muted)", drawing.GRID: "var(--grid)"}
 
 
 def to_html(report: Report, drawings: dict[str, str], missing: Sequence[str]) -> str:

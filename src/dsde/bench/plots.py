@@ -1,26 +1,19 @@
-"""Pictures of a run, drawn with matplotlib from what was measured. Each function gives a figure, or None where there is
-nothing to show.
-
-Ink and grid have colours of their own that stand for "as the page": the HTML report replaces them by its style.
-"""
+"""The pictures of a run, from what was measured: figures, or None where there is nothing to show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO, StringIO
 from typing import TYPE_CHECKING, Any
 
+from dsde.bench.drawing import GRID, INK, MUTED, Look, add_legend, one_panel, panels, require_matplotlib
 from dsde.bench.results import Results, Trace
+from dsde.bench.setting import BASE
 from dsde.bench.summary import CellSummary, Row, is_static, speeds_by_kind
-from dsde.core.errors import DsdeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, MUTED, GRID = "#1b1f24", "#68707a", "#d9dee4"
-WIDTH = 4.8
-"""inches: narrow enough to be read on a phone"""
 GREY = "#8a9099"
 STATIC = ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c")
 """paler: shorter"""
@@ -29,24 +22,14 @@ ACCEPTED, REJECTED, OWN = "#2e9e5b", "#d6604d", "#4292c6"
 MARKERS = "osD^vPX*"
 
 
-class NoPlots(DsdeError):
-    """Pictures were asked for and cannot be drawn."""
-
-
-def require_matplotlib() -> None:
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise NoPlots("Plots need matplotlib, which is not installed: pip install 'dsde[bench]'.") from None
-
-
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """The same contender has the same colour in every picture of a run."""
+def looks(names: Sequence[str]) -> dict[str, Look]:
+    """The same contender looks the same in every picture of a run."""
     statics = sorted((name for name in names if is_static(name)), key=_static_length)
     spread = [STATIC[round(i * (len(STATIC) - 1) / max(len(statics) - 1, 1))] for i in range(len(statics))]
-    chosen = dict(zip(statics, spread, strict=True)) | {"off": GREY}
+    chosen = dict(zip(statics, spread, strict=True)) | {BASE: GREY}
     others = [name for name in names if name not in chosen]
-    return chosen | {name: OTHERS[place % len(OTHERS)] for place, name in enumerate(others)}
+    chosen |= {name: OTHERS[place % len(OTHERS)] for place, name in enumerate(others)}
+    return {name: Look(chosen[name], MARKERS[place % len(MARKERS)]) for place, name in enumerate(names)}
 
 
 def draw(results: Results, summaries: Sequence[CellSummary]) -> dict[str, Figure]:
@@ -54,7 +37,7 @@ def draw(results: Results, summaries: Sequence[CellSummary]) -> dict[str, Figure
     require_matplotlib()
     if not summaries:
         return {}
-    palette = colours(list(dict.fromkeys(row.contender for summary in summaries for row in summary.rows)))
+    palette = looks(list(dict.fromkeys(row.contender for summary in summaries for row in summary.rows)))
     drawn = {
         "speedup": speedup(summaries, palette),
         "throughput": throughput(summaries, palette),
@@ -74,22 +57,21 @@ CAPTIONS = {
 }
 
 
-def speedup(summaries: Sequence[CellSummary], palette: dict[str, str]) -> Figure | None:
+def speedup(summaries: Sequence[CellSummary], palette: dict[str, Look]) -> Figure | None:
     """Dots with intervals: kinds of text down, contenders beside each other."""
     shown = [s for s in summaries if s.cell.batch_size == summaries[0].cell.batch_size]
     shown = [s for s in shown if s.cell.temperature == shown[0].cell.temperature]
-    speeds = [speed for speed in speeds_by_kind([s.cell for s in shown]) if speed.contender != "off"]
+    speeds = [speed for speed in speeds_by_kind([s.cell for s in shown]) if speed.contender != BASE]
     if not speeds:
         return None
     labels = list(dict.fromkeys(speed.label for speed in speeds))
     names = [name for name in palette if any(speed.contender == name for speed in speeds)]
-    figure, axes = _figure(1.0 + len(labels) * (0.17 * len(names) + 0.18))
+    figure, axes = one_panel(0.5 + len(labels) * (0.115 * len(names) + 0.15))
     for speed in speeds:
         place = labels.index(speed.label) + (names.index(speed.contender) + 0.5) / len(names) * 0.84 - 0.42
-        estimate, colour = speed.vs_off, palette[speed.contender]
-        axes.plot([estimate.low, estimate.high], [place, place], color=colour, linewidth=1.6)
-        marker = MARKERS[names.index(speed.contender) % len(MARKERS)]
-        axes.plot([estimate.value], [place], marker, color=colour, markersize=4.5)
+        estimate, (colour, marker) = speed.vs_off, palette[speed.contender]
+        axes.plot([estimate.low, estimate.high], [place, place], color=colour, linewidth=1.4, alpha=0.7)
+        axes.plot([estimate.value], [place], marker, color=colour, markersize=4)
     axes.axvline(1, color=MUTED, linewidth=1)
     for border in range(1, len(labels)):
         axes.axhline(border - 0.5, color=GRID, linewidth=0.8)
@@ -98,25 +80,26 @@ def speedup(summaries: Sequence[CellSummary], palette: dict[str, str]) -> Figure
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     cell = shown[0].cell
     axes.set_xlabel(f"times as fast as off (batch {cell.batch_size}, temperature {cell.temperature:g})")
-    _legend(figure, [(name, palette[name], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)])
+    add_legend(figure, {name: palette[name] for name in names})
     return figure
 
 
-def throughput(summaries: Sequence[CellSummary], palette: dict[str, str]) -> Figure | None:
+def throughput(summaries: Sequence[CellSummary], palette: dict[str, Look]) -> Figure | None:
     first = summaries[0].cell
     shown = [s for s in summaries if (s.cell.workload, s.cell.temperature) == (first.workload, first.temperature)]
     sizes = [s.cell.batch_size for s in shown]
     if len(sizes) < 2:
         return None
-    figure, axes = _figure(3.4)
+    figure, axes = one_panel(3.4)
     names = [name for name in palette if any(s.row(name) for s in shown)]
     for number, name in enumerate(names):
         rows = [row for s in shown if (row := s.row(name))]
-        places, speeds = [row.batch_size for row in rows], [row.tokens_per_s for row in rows]
-        marker = MARKERS[number % len(MARKERS)]
-        axes.plot(places, [one.value for one in speeds], f"-{marker}", color=palette[name], markersize=4, linewidth=1.4)
-        low, high = [one.low for one in speeds], [one.high for one in speeds]
-        axes.fill_between(places, low, high, color=palette[name], alpha=0.15, linewidth=0)
+        # A little beside each other, or their intervals would cover each other.
+        places = [row.batch_size * 1.012 ** (number - len(names) / 2) for row in rows]
+        speeds = [row.tokens_per_s for row in rows]
+        colour, marker = palette[name]
+        axes.plot(places, [one.value for one in speeds], f"-{marker}", color=colour, markersize=4, linewidth=1.2)
+        axes.vlines(places, [one.low for one in speeds], [one.high for one in speeds], color=colour, alpha=0.6)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -126,7 +109,7 @@ def throughput(summaries: Sequence[CellSummary], palette: dict[str, str]) -> Fig
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_xlabel("batch size")
     axes.set_ylabel("tokens/s")
-    _legend(figure, [(name, palette[name], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)])
+    add_legend(figure, {name: palette[name] for name in names})
     return figure
 
 
@@ -134,15 +117,30 @@ def request(trace: Trace | None) -> Figure | None:
     """Drafted and accepted tokens of every step, and under it KLD, scale factor and WVIR."""
     if trace is None or not trace.steps:
         return None
-    steps = trace.steps
-    panels: list[tuple[str, list[float | None]]] = [("mean KLD", [_mean(step["klds"]) for step in steps])]
+    signals = signal_panels(trace)
+    figure, several = panels([2.2, *[0.9] * len(signals)])
+    draw_steps(several, trace, signals)
+    keys = {"accepted": Look(ACCEPTED, "s"), "rejected": Look(REJECTED, "s"), "wanted": Look(INK, "_")}
+    if any(step["cap"] is not None for step in trace.steps):
+        keys["cap"] = Look(MUTED, "_")
+    add_legend(figure, keys)
+    return figure
+
+
+def signal_panels(trace: Trace) -> list[tuple[str, list[float | None]]]:
+    """Named signals, a value for every step: what DSDE goes by, as far as there is any of it."""
+    found: list[tuple[str, list[float | None]]] = [("mean KLD", [_mean(step["klds"]) for step in trace.steps])]
     for heading, name in (("SF", "scale_factor"), ("WVIR", "wvir")):
-        values = [step["signals"].get(name) for step in steps]
-        if any(value is not None for value in values):
-            panels.append((heading, values))
-    figure, several = _figures([2.2, *[0.9] * len(panels)])
-    draw_lengths(several[0], steps)
-    for axes, (heading, values) in zip(several[1:], panels, strict=True):
+        found.append((heading, [step["signals"].get(name) for step in trace.steps]))
+    return [(heading, values) for heading, values in found if any(value is not None for value in values)]
+
+
+def draw_steps(several: Sequence[Axes], trace: Trace, signals: list[tuple[str, list[float | None]]]) -> None:
+    """Lengths into the first panel, a signal into each of the others."""
+    draw_lengths(several[0], trace.steps)
+    for axes in several[:-1]:
+        axes.tick_params(labelbottom=False)
+    for axes, (heading, values) in zip(several[1:], signals, strict=True):
         places = [place for place, value in enumerate(values) if value is not None]
         axes.plot(places, [value for value in values if value is not None], color=INK, linewidth=1)
         axes.set_ylabel(heading)
@@ -152,9 +150,6 @@ def request(trace: Trace | None) -> Figure | None:
             axes.set_yticks([0, 1, 100], ["0", "1", "100"])
             axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=":")
     several[-1].set_xlabel(f"step of one request ({trace.contender}, {trace.kind})")
-    keys = [("accepted", ACCEPTED, "s"), ("rejected", REJECTED, "s"), ("wanted", INK, "_")]
-    _legend(figure, [*keys, ("cap", MUTED, "_")] if any(step["cap"] is not None for step in steps) else keys)
-    return figure
 
 
 def draw_lengths(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
@@ -173,19 +168,22 @@ def draw_lengths(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
     axes.grid(axis="y", color=GRID, linewidth=0.6)
 
 
-def lengths(summaries: Sequence[CellSummary], palette: dict[str, str]) -> Figure | None:
+def lengths(summaries: Sequence[CellSummary], palette: dict[str, Look]) -> Figure | None:
     """A histogram for every contender that chooses, all in one cell."""
-    rows = [row for row in summaries[0].rows if row.num_draft_tokens and not is_static(row.contender)]
+    rows = [row for row in summaries[0].rows if sum(row.drafts_by_length[1:]) and not is_static(row.contender)]
     if not rows:
         return None
-    longest = min(max(len(row.drafts_by_length) for row in rows), 21)
-    figure, several = _figures([0.75] * len(rows))
+    longest = max(_usual_length(row.drafts_by_length) for row in rows) + 1
+    figure, several = panels([0.75] * len(rows))
     for axes, row in zip(several, rows, strict=True):
         counts = list(row.drafts_by_length[:longest])
         counts[-1] += sum(row.drafts_by_length[longest:])
         total = sum(counts) or 1
         axes.bar(
-            range(len(counts)), [100 * count / total for count in counts], color=palette[row.contender], width=0.85
+            range(len(counts)),
+            [100 * count / total for count in counts],
+            color=palette[row.contender].colour,
+            width=0.85,
         )
         axes.set_xlim(-0.7, longest - 0.3)
         mean = "" if row.mean_length is None else f", mean {row.mean_length:.1f}"
@@ -197,21 +195,21 @@ def lengths(summaries: Sequence[CellSummary], palette: dict[str, str]) -> Figure
     return figure
 
 
-def waste(summaries: Sequence[CellSummary], palette: dict[str, str]) -> Figure | None:
+def waste(summaries: Sequence[CellSummary], palette: dict[str, Look]) -> Figure | None:
     rows = [row for row in summaries[0].rows if row.num_draft_tokens and row.num_wasted_tokens is not None]
     if not rows:
         return None
-    figure, axes = _figure(3.4)
+    figure, axes = one_panel(3.0)
     for row in rows:
-        place, estimate, colour = _wasted(row), row.vs_off, palette[row.contender]
-        axes.plot([place, place], [estimate.low, estimate.high], color=colour, linewidth=1.2, alpha=0.6)
-        axes.plot([place], [estimate.value], "o", color=colour, markersize=6)
-    _place_names(axes, [(_wasted(row), row.vs_off.value, row.contender) for row in rows])
+        place, estimate, (colour, marker) = _wasted(row), row.vs_off, palette[row.contender]
+        axes.plot([place, place], [estimate.low, estimate.high], color=colour, linewidth=1.4, alpha=0.6)
+        axes.plot([place], [estimate.value], marker, color=colour, markersize=6)
     axes.axhline(1, color=MUTED, linewidth=1)
-    axes.margins(x=0.18, y=0.1)
+    axes.set_xlim(left=0)
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_xlabel("tokens drafted in vain for each one emitted")
     axes.set_ylabel("times as fast as off")
+    add_legend(figure, {row.contender: palette[row.contender] for row in rows})
     return figure
 
 
@@ -219,15 +217,10 @@ def _wasted(row: Row) -> float:
     return (row.num_wasted_tokens or 0.0) / max(row.num_tokens, 1)
 
 
-def _place_names(axes: Axes, points: list[tuple[float, float, str]]) -> None:
-    """Names beside their points, moved apart where they would cover each other."""
-    axes.autoscale_view()
-    low, high = axes.get_ylim()
-    gap = 0.06 * (high - low)
-    previous = float("-inf")
-    for x, y, name in sorted(points, key=lambda point: point[1]):
-        previous = max(y, previous + gap)
-        axes.annotate(name, (x, previous), (7, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
+def _usual_length(counts: Sequence[int]) -> int:
+    """Beyond which hardly any draft goes."""
+    few = 0.005 * sum(counts)
+    return max((length for length, count in enumerate(counts) if count > few), default=1)
 
 
 def _shown(traces: Sequence[Trace]) -> Trace | None:
@@ -246,63 +239,7 @@ def _static_length(name: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure, several = _figures([height])
-    return figure, several[0]
-
-
-def _figures(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """Panels below each other that share their x axis."""
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.5), layout="constrained")
-    several = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=list(heights))[:, 0].tolist()
-    for axes in several:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(MUTED)
-        axes.tick_params(colors=INK, labelsize=9, color=MUTED)
-        axes.xaxis.label.set(color=INK, size=9)
-        axes.yaxis.label.set(color=INK, size=9)
-        axes.title.set_color(INK)
-        axes.set_facecolor("none")
-        axes.set_axisbelow(True)
-    figure.patch.set_alpha(0)
-    return figure, several
-
-
-def _legend(figure: Figure, entries: Sequence[tuple[str, str, str]]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="none", label=name) for name, colour, marker in entries
-    ]
-    longest = max(len(name) for name, _, _ in entries)
-    columns = max(1, min(len(entries), int(56 / (longest + 5))))
-    legend = figure.legend(
-        handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5, columnspacing=1.0
-    )
-    for text in legend.get_texts():
-        text.set_color(INK)
-
-
 def _round_ticks() -> Any:
     from matplotlib.ticker import LogLocator
 
     return LogLocator(base=10, subs=(1, 2, 5))
-
-
-def to_svg(figure: Figure, text_as_paths: bool = False) -> str:
-    import matplotlib
-
-    buffer = StringIO()
-    kind = "path" if text_as_paths else "none"
-    with matplotlib.rc_context({"svg.fonttype": kind, "svg.hashsalt": "dsde", "font.family": "sans-serif"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
-
-
-def to_png(figure: Figure) -> bytes:
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=200, facecolor="white")
-    return buffer.getvalue()

@@ -67,6 +67,8 @@ class Findings:
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
     """False: a rule was used that does not promise the target's own text"""
+    compared: bool = True
+    """whether its texts were held against those of `off`; a peer has its own random numbers"""
     differences: list[Difference] = field(default_factory=list)
 
 
@@ -169,5 +171,5 @@ def _cell(values: dict[str, Any]) -> Cell:
     for name, found in values["contenders"].items():
         rounds = [Round(**{**one, "counts": Counts(**one["counts"])}) for one in found["rounds"]]
         differences = [Difference(**one) for one in found["differences"]]
-        contenders[name] = Findings(rounds, found["lossless"], differences)
+        contenders[name] = Findings(rounds, found["lossless"], found["compared"], differences)
     return Cell(**{**values, "contenders": contenders})

@@ -47,7 +47,8 @@ class Row:
     """drafted tokens a step and request, steps without a draft included"""
     drafts_by_length: tuple[int, ...]
     """how many drafts had 0, 1, 2, ... tokens, in all rounds"""
-    num_different: int
+    num_different: int | None
+    """texts that are not those of `off`; None where they were not compared"""
     lossless: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class KindSpeed:
 
 
 def summarise(results: Results) -> list[CellSummary]:
-    return [_summarise(cell) for cell in results.measured]
+    return [summarise_cell(cell) for cell in results.measured]
 
 
 def is_static(name: str) -> bool:
@@ -87,7 +88,7 @@ def times_of(findings: Findings, num_rounds: int) -> Times:
     return Times(tokens, np.array([one.shares_s for one in rounds], np.float64))
 
 
-def _summarise(cell: Cell) -> CellSummary:
+def summarise_cell(cell: Cell) -> CellSummary:
     num_rounds, num_requests = cell.num_rounds, len(cell.kinds)
     times = {name: times_of(findings, num_rounds) for name, findings in cell.contenders.items()}
     bootstrap = Bootstrap(num_rounds, num_requests)
@@ -107,7 +108,7 @@ def _summarise(cell: Cell) -> CellSummary:
                 tokens_per_s=bootstrap.speed(times[name]),
                 vs_off=bootstrap.ratio(times[name], times[BASE]),
                 vs_static=None if best is None else bootstrap.ratio(times[name], times[best]),
-                num_different=len(findings.differences),
+                num_different=len(findings.differences) if findings.compared else None,
                 lossless=findings.lossless,
                 **_latencies(findings, num_rounds),
                 **_counts(counts),

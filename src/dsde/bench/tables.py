@@ -68,13 +68,13 @@ def work_table(summary: CellSummary) -> Table:
         [
             _name(row),
             NOTHING if row.acceptance_rate is None else f"{row.acceptance_rate:.0%}",
-            f"{row.acceptance_length:.2f}",
+            NOTHING if row.num_draft_tokens is None else f"{row.acceptance_length:.2f}",
             NOTHING if row.mean_length is None else f"{row.mean_length:.2f}",
             _count(row.num_draft_tokens),
             _count(row.num_wasted_tokens),
             _count(row.num_target_passes),
             _count(row.num_draft_passes),
-            "lossy" if not row.lossless else f"{row.num_different} differ" if row.num_different else "same",
+            _texts(row),
         ]
         for row in summary.rows
     ]
@@ -83,6 +83,14 @@ def work_table(summary: CellSummary) -> Table:
         "step and request. Counts are of one round. Texts: against those of off."
     )
     return Table(f"Work: {label(summary.cell)}", headings, rows, note)
+
+
+def _texts(row: Row) -> str:
+    if row.num_different is None:
+        return NOTHING
+    if not row.lossless:
+        return "lossy"
+    return f"{row.num_different} differ" if row.num_different else "same"
 
 
 def _fastest(rows: Sequence[Row]) -> int:

@@ -276,6 +276,51 @@ def bench(
 
 
 @app.command()
+def plot(
+    results: Annotated[Path, typer.Argument(help="results.json of a run of `dsde bench`.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to.", show_default="the one that the results are in")
+    ] = None,
+    picture_format: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
+) -> None:
+    """Make the reports and pictures of a run again, from its results."""
+    from dsde.cli.plot import run_plot
+
+    run_plot(results, out, picture_format)
+
+
+@app.command()
+def trace(
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
+    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = "dsde",
+    target: Annotated[
+        str | None, typer.Option(help="Hub id, folder or GGUF file. Default: the embedded model.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help='As target; or "embedded", "ngram", "none", "skip:12-15", "noise:0.1", "round:4".'),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampled text depend on this number alone.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    steps: Annotated[bool, typer.Option("--steps", help="Also print a line for every step.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also draw it: a file that ends in .svg or .png.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Show where every token of an answer came from: drafted and accepted, rejected, or the target's own."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    from dsde.cli.generate import ModelChoice
+    from dsde.cli.trace import run_trace
+
+    choice = ModelChoice(target, draft, policy, None, dtype, device)
+    run_trace(prompt, choice, params, raw=raw, steps=steps, out=out)
+
+
+@app.command()
 def simulate(
     policies: Annotated[
         str, typer.Option(help="Policies to compare, between commas; see `dsde policies`.")

@@ -154,7 +154,8 @@ def _measure(known: Results | None, setting: Setting, path: Path, console: Conso
     except KeyboardInterrupt:
         if path.exists():
             write_files(load_results(path), path.parent)
-            console.print(f"Interrupted. What is done is in {path.parent}; the same command goes on from there.")
+            said = f"Interrupted. What is done is in {path.parent}; the same command goes on from there."
+            console.print(said, highlight=False, soft_wrap=True)
         raise
     finally:
         for contender in contenders:

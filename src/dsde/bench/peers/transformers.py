@@ -29,6 +29,7 @@ PLAIN, ASSISTED = "transformers", "transformers+draft"
 
 def make_transformers(results: Results, llm: LLM) -> list[Contender]:
     """Without and with the draft; without alone where the draft is none that transformers can run."""
+    _library().logging.set_verbosity_error()  # it warns of its own calls, in the middle of our progress bar
     target = _load(_target_path(results.setting.target), llm)
     eos = sorted(llm.engine.intake.eos_token_ids)
     contenders: list[Contender] = [TransformersContender(PLAIN, target, None, eos)]

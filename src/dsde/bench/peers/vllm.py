@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,13 @@ def make_vllm(results: Results, llm: LLM, longest: int) -> list[Contender]:
     }
     drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": LENGTH}
     eos = sorted(llm.engine.intake.eos_token_ids)
-    return [
-        VllmContender("vllm", options, eos, temporary),
-        VllmContender(f"vllm:{LENGTH}", options | {"speculative_config": drafting}, eos, temporary),
-    ]
+    contenders: list[Contender] = []
+    for name, more in (("vllm", {}), (f"vllm:{LENGTH}", {"speculative_config": drafting})):
+        try:
+            contenders.append(VllmContender(name, options | more, eos, temporary))
+        except PeerFailed as error:
+            results.note(f"Left out: {error}")
+    return contenders
 
 
 def _folders(target: str | None, draft: str) -> tuple[str, str, tempfile.TemporaryDirectory[str] | None] | None:
@@ -104,21 +108,20 @@ class VllmContender:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()  # closes the pipes
         self._log.close()
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # the process has ended, and what it said last tells why
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the process has ended, and what it said last tells why
         for line in self._process.stdout:
             if line.startswith(MARK):
                 answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 return answer
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
+        self.close()
         raise PeerFailed(f"{self.name} ended: {lines[-1] if lines else 'it did not say why'}.")

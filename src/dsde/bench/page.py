@@ -31,6 +31,8 @@ def to_html(report: Report, drawings: dict[str, str], missing: Sequence[str]) ->
     parts += [f'<p class="note">{escape(sentence)}</p>' for sentence in [*results.notes, *missing]]
     parts.append(f'<code class="command">{escape(results.command)}</code>')
     parts += [_html_table(table) for table in report.tables]
+    if report.summaries and not report.tables:
+        parts.append(_html_table(speed_table(report.summaries[0])))
     if drawings:
         figures = [
             f"<figure>{_inline(name, svg)}<figcaption>{escape(plots.CAPTIONS[name])}</figcaption></figure>"
@@ -41,12 +43,12 @@ def to_html(report: Report, drawings: dict[str, str], missing: Sequence[str]) ->
     if len(report.summaries) > 1:
         parts.append(_html_table(overview(report.summaries)))
     for number, summary in enumerate(report.summaries):
-        more = _html_table(latency_table(summary)) + _html_table(work_table(summary))
+        tables = [latency_table(summary), work_table(summary)]
+        if number > 0 or report.tables:
+            tables.insert(0, speed_table(summary))
+        content = "".join(map(_html_table, tables))
         state = " open" if number == 0 else ""
-        parts += [
-            _html_table(speed_table(summary)),
-            f"<details{state}><summary>latency and work</summary>{more}</details>",
-        ]
+        parts.append(f"<details{state}><summary>{escape(label(summary.cell))}</summary>{content}</details>")
     terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts(results).items())
     parts += ["<h2>Where and how</h2>", f"<dl>{terms}</dl>", f'<p class="note">{HOW_TO_READ}</p>']
     return _PAGE.format(title=escape(report.title), style=STYLE.read_text(encoding="utf-8"), body="\n".join(parts))

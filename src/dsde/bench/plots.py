@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GREY = "#8a9099"
-STATIC = ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c")
+STATIC = ("#9ecae1", "#74b3d8", "#4a98c9", "#2a7ab9", "#1764ab")
 """paler: shorter"""
 OTHERS = ("#e08214", "#1b9e77", "#c51b7d", "#7570b3", "#a6761d", "#66a61e", "#17becf", "#d6604d")
 ACCEPTED, REJECTED, OWN = "#2e9e5b", "#d6604d", "#4292c6"
@@ -50,7 +50,7 @@ def draw(results: Results, summaries: Sequence[CellSummary]) -> dict[str, Figure
 
 CAPTIONS = {
     "speedup": "Speed against off, by kind of text. Bars are 95 % intervals over rounds and requests.",
-    "throughput": "Tokens a second against the batch size, with 95 % intervals.",
+    "throughput": "Tokens a second, and speed against off, by batch size, with 95 % intervals.",
     "request": "One request, step by step: what was drafted, what stood, and the signals behind it.",
     "lengths": "How many tokens were drafted at a time.",
     "waste": "What drafting brought, against what of it was thrown away. Up and left is better.",
@@ -85,30 +85,38 @@ def speedup(summaries: Sequence[CellSummary], palette: dict[str, Look]) -> Figur
 
 
 def throughput(summaries: Sequence[CellSummary], palette: dict[str, Look]) -> Figure | None:
+    """Tokens a second against the batch size, and the same as a multiple of `off`."""
     first = summaries[0].cell
     shown = [s for s in summaries if (s.cell.workload, s.cell.temperature) == (first.workload, first.temperature)]
-    sizes = [s.cell.batch_size for s in shown]
-    if len(sizes) < 2:
+    if len(shown) < 2:
         return None
-    figure, axes = one_panel(3.4)
-    names = [name for name in palette if any(s.row(name) for s in shown)]
+    figure, (absolute, relative) = panels([2.0, 2.0])
+    names = [name for name in palette if any(summary.row(name) for summary in shown)]
     for number, name in enumerate(names):
-        rows = [row for s in shown if (row := s.row(name))]
+        rows = [row for summary in shown if (row := summary.row(name))]
         # A little beside each other, or their intervals would cover each other.
         places = [row.batch_size * 1.012 ** (number - len(names) / 2) for row in rows]
-        speeds = [row.tokens_per_s for row in rows]
-        colour, marker = palette[name]
-        axes.plot(places, [one.value for one in speeds], f"-{marker}", color=colour, markersize=4, linewidth=1.2)
-        axes.vlines(places, [one.low for one in speeds], [one.high for one in speeds], color=colour, alpha=0.6)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_locator(_round_ticks())
-    axes.grid(color=GRID, linewidth=0.6)
-    axes.set_xlabel("batch size")
-    axes.set_ylabel("tokens/s")
+        for axes, estimates in (
+            (absolute, [row.tokens_per_s for row in rows]),
+            (relative, [row.vs_off for row in rows]),
+        ):
+            colour, marker = palette[name]
+            axes.plot(places, [one.value for one in estimates], f"-{marker}", color=colour, markersize=4, linewidth=1.2)
+            low, high = [one.low for one in estimates], [one.high for one in estimates]
+            axes.vlines(places, low, high, color=colour, alpha=0.6)
+    sizes = [summary.cell.batch_size for summary in shown]
+    relative.set_xscale("log", base=2)
+    relative.set_xticks(sizes, [str(size) for size in sizes])
+    relative.set_xlabel(f"batch size ({first.workload}, temperature {first.temperature:g})")
+    relative.set_ylabel("times off")
+    relative.axhline(1, color=MUTED, linewidth=1)
+    absolute.set_yscale("log")
+    absolute.yaxis.set_major_formatter("{x:g}")
+    absolute.yaxis.set_major_locator(_round_ticks())
+    absolute.set_ylabel("tokens/s")
+    for axes in (absolute, relative):
+        axes.minorticks_off()
+        axes.grid(color=GRID, linewidth=0.6)
     add_legend(figure, {name: palette[name] for name in names})
     return figure
 
@@ -187,7 +195,7 @@ def lengths(summaries: Sequence[CellSummary], palette: dict[str, Look]) -> Figur
         )
         axes.set_xlim(-0.7, longest - 0.3)
         mean = "" if row.mean_length is None else f", mean {row.mean_length:.1f}"
-        axes.set_title(f"{row.contender}{mean}", fontsize=9, loc="left", pad=3)
+        axes.set_title(f"{row.contender}{mean}", fontsize=9, loc="left", pad=3, color=INK)
         axes.grid(axis="y", color=GRID, linewidth=0.6)
         axes.yaxis.set_major_formatter("{x:g} %")
     several[-1].set_xlabel("tokens drafted in a step")

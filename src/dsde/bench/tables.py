@@ -42,7 +42,8 @@ def speed_table(summary: CellSummary) -> Table:
             ]
         )
     best = summary.best_static
-    headings = ["", "tokens/s", "95 %", "vs off", "95 %", f"vs {best}" if best else "vs static", "95 %"]
+    interval = "95 % interval"
+    headings = ["", "tokens/s", interval, "vs off", interval, f"vs {best}" if best else "vs static", interval]
     first = summary.rows[0]
     note = f"{first.num_requests} requests, {first.num_rounds} rounds" + (f"; best static: {best}" if best else "")
     return Table(f"Speed: {label(summary.cell)}", headings, rows, note, [_fastest(summary.rows)])

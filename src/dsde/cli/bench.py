@@ -31,7 +31,7 @@ from dsde.core.errors import DsdeError, InvalidInput
 from dsde.engine.llm import LLM
 from dsde.policies import make_policy, split_specs
 
-QUICK: dict[str, Any] = {"num_requests": 6, "max_tokens": 64, "rounds": 3}
+QUICK: dict[str, Any] = {"num_requests": 6, "max_tokens": 48, "rounds": 3}
 QUICK_POLICIES = ("off", "static:2", "static:4", "dsde")
 _SMALL_CACHE = 64 << 20
 """for the engine that only reads prompts; contenders have their own"""

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from dsde import RequestOutput, SamplingParams
@@ -283,43 +284,50 @@ def test_who_leaves_early_does_not_stay_on_the_board() -> None:
     assert seen.frame()["rows"][0]["ended"] == "abort"
 
 
+def observe_steps(throughput: Throughput, delays: list[float]) -> None:
+    """Passes cost 20 ms and 2 ms a token, drafting 10 ms; lengths vary, so that the line can be found. Steps take as
+    many times longer as `delays` says, in turn."""
+    for i, (drafted, accepted) in enumerate(STEPS * 50):
+        tokens, delay = 3 * (1 + drafted), delays[i % len(delays)]
+        verify_s = delay * (0.020 + 0.002 * tokens)
+        changes = {"drafted": drafted, "accepted": accepted, "num_pass_tokens": tokens, "verify_s": verify_s}
+        throughput.observe([replace(STEP, num_decoding=3, step_s=delay * 0.01 + verify_s, **changes)] * 3)
+
+
+STEPS = [(4, 2), (2, 0), (6, 6), (4, 1)]
+NUM_EMITTED = 3 * sum(accepted + 1 for _, accepted in STEPS)
+TOOK_S = sum(0.030 + 0.002 * 3 * (1 + drafted) for drafted, _ in STEPS)
+PLAIN_RATE = 3 / 0.026
+
+
 def test_throughput_knows_what_plain_decoding_would_have_taken() -> None:
-    """Passes cost 20 ms and 2 ms a token, drafting 10 ms; lengths vary, so that the line can be found."""
     throughput = Throughput([])
-    steps = [(4, 2), (2, 0), (6, 6), (4, 1)]
-    for drafted, accepted in steps * 50:
-        tokens = 3 * (1 + drafted)
-        verify_s = 0.020 + 0.002 * tokens
-        record = replace(
-            STEP,
-            num_decoding=3,
-            num_pass_tokens=tokens,
-            drafted=drafted,
-            accepted=accepted,
-            verify_s=verify_s,
-            step_s=0.01 + verify_s,
-        )
-        throughput.observe([record] * 3)
+    observe_steps(throughput, [1.0])
     rates = throughput.now()
     assert rates is not None
-    emitted = 3 * sum(accepted + 1 for _, accepted in steps)
-    took_s = sum(0.030 + 0.002 * 3 * (1 + drafted) for drafted, _ in steps)
-    assert rates[0] == pytest.approx(emitted / took_s, rel=0.02)
-    assert rates[1] == pytest.approx(3 / 0.026, rel=1e-6)
+    assert rates[0] == pytest.approx(NUM_EMITTED / TOOK_S, rel=0.02)
+    assert rates[1] == pytest.approx(PLAIN_RATE, rel=1e-6)
+
+
+def test_a_machine_that_stumbles_does_so_with_and_without() -> None:
+    throughput = Throughput([])
+    observe_steps(throughput, [1.0] * 6 + [8.0])
+    rates = throughput.now()
+    assert rates is not None
+    assert rates[0] < 0.6 * NUM_EMITTED / TOOK_S
+    assert rates[0] / rates[1] == pytest.approx(NUM_EMITTED / TOOK_S / PLAIN_RATE, rel=0.1)
 
 
 def test_throughput_asks_the_cost_model_where_it_has_measured() -> None:
-    import numpy as np
-
     model = CostModel()
-    nothing = np.zeros(1, dtype=np.int64)
-    for _ in range(3):
-        model.observe(Outcome(nothing, nothing, nothing, np.empty(0), np.ones(1), verify_s=0.025, num_decoding=1))
+    for num_drafted, verify_s in [(0, 0.025), (4, 0.04)] * 3:
+        drafted, nothing = np.full(1, num_drafted), np.zeros(1, dtype=np.int64)
+        model.observe(Outcome(nothing, drafted, nothing, np.empty(0), np.ones(1), verify_s=verify_s, num_decoding=1))
     throughput = Throughput([model])
     throughput.observe([STEP])
     rates = throughput.now()
     assert rates is not None
-    assert rates == pytest.approx((3 / 0.05, 1 / 0.025))
+    assert rates == pytest.approx((3 / 0.05, 1 / 0.025), rel=0.03)  # sizes come in buckets there
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """Tokens per second: with speculation as measured, without it as estimated from the same steps.
 
-Plain decoding would have needed further passes for the tokens that drafts brought. What such a pass costs the policy's
-cost model knows, where it has measured that size; otherwise a line through the passes seen here tells.
+Plain decoding would have read fewer tokens in a pass and needed further passes for what drafts brought. What a pass of
+another size costs the policy's cost model knows, where it has measured plain decoding; otherwise a line through the
+passes seen here tells. Either way it is scaled by how long this very step took: whatever held it up would have held up
+plain decoding as well.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from statistics import median
 from typing import NamedTuple
 
 from dsde.core.outputs import StepRecord
@@ -15,32 +19,52 @@ from dsde.policies.cost import CostModel
 
 WINDOW_S = 5.0
 """of the engine's own time"""
-HORIZON = 256
-"""passes that the line remembers"""
+NUM_HELD = 15
+"""newest passes of every size"""
+NUM_TRUSTED = 5
+"""passes of a size after which it speaks for itself"""
+MOST_SIZES = 48
+"""those seen last"""
+
+
+class _Size:
+    """Passes over as many tokens."""
+
+    def __init__(self) -> None:
+        self.held: deque[float] = deque(maxlen=NUM_HELD)
+        self.typical_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.held.append(seconds)
+        self.typical_s = median(self.held)
 
 
 class PassLine:
-    """Seconds of a target pass as a line over its tokens, older passes fading. Flat while all had one size."""
+    """Seconds of a target pass: the median of its size, or a line through those of others. Flat if there is one."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        kept = 1 - 1 / HORIZON
-        self._weight = kept * self._weight + 1
-        self._x = kept * self._x + num_tokens
-        self._y = kept * self._y + seconds
-        self._xx = kept * self._xx + num_tokens**2
-        self._xy = kept * self._xy + num_tokens * seconds
+        self._sizes: dict[int, _Size] = {}
+        """the one seen last at the end"""
 
     @property
     def is_known(self) -> bool:
-        return self._weight > 0
+        return bool(self._sizes)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        size = self._sizes.pop(num_tokens, None) or _Size()
+        size.add(seconds)
+        self._sizes[num_tokens] = size
+        if len(self._sizes) > MOST_SIZES:
+            del self._sizes[next(iter(self._sizes))]
 
     def seconds(self, num_tokens: int) -> float:
-        x, y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - x * x
-        slope = (self._xy / self._weight - x * y) / variance if variance > 1e-9 else 0.0
+        if (size := self._sizes.get(num_tokens)) is not None and len(size.held) >= NUM_TRUSTED:
+            return size.typical_s
+        points = [(len(size.held), tokens, size.typical_s) for tokens, size in self._sizes.items()]
+        weight = sum(w for w, _, _ in points)
+        x, y = sum(w * tokens for w, tokens, _ in points) / weight, sum(w * s for w, _, s in points) / weight
+        variance = sum(w * (tokens - x) ** 2 for w, tokens, _ in points)
+        slope = sum(w * (tokens - x) * (s - y) for w, tokens, s in points) / variance if variance else 0.0
         # More tokens never cost less, and no pass is free.
         return y + min(max(slope, 0.0), y / x) * (num_tokens - x)
 
@@ -67,16 +91,14 @@ class Throughput:
             return
         step = records[0]
         num_base = step.num_pass_tokens - sum(record.drafted for record in records)
-        has_prompts = num_base > step.num_decoding
-        if not has_prompts:
+        if num_base == step.num_decoding:  # nobody's prompt was read beside
             self._line.observe(step.num_pass_tokens, step.verify_s)
         elif not self._line.is_known:
             return
-        first_s = further_s = self._pass_s(step.num_decoding)
-        if has_prompts:  # which plain decoding would have read as well, once
-            first_s = step.verify_s * self._pass_s(num_base) / self._pass_s(step.num_pass_tokens)
+        pass_s = self._pass_s(step.num_decoding)
+        first, further = (pass_s(size) / pass_s(step.num_pass_tokens) for size in (num_base, step.num_decoding))
         num_accepted = sum(record.accepted for record in records)
-        plain_s = first_s + num_accepted / step.num_decoding * further_s
+        plain_s = step.verify_s * (first + num_accepted / step.num_decoding * further)
         self._add(_Step(num_accepted + len(records), step.step_s, plain_s))
 
     def now(self) -> tuple[float, float] | None:
@@ -90,8 +112,9 @@ class Throughput:
         while self._total.step_s > WINDOW_S and len(self._steps) > 1:
             self._total = _Step(*(a - b for a, b in zip(self._total, self._steps.popleft(), strict=True)))
 
-    def _pass_s(self, num_tokens: int) -> float:
+    def _pass_s(self, num_decoding: int) -> Callable[[int], float]:
+        """Seconds by tokens."""
         for model in self._cost_models:
-            if model.num_verified(num_tokens):
-                return float(model.verify_s(num_tokens))
-        return self._line.seconds(num_tokens)
+            if model.num_verified(num_decoding):
+                return lambda tokens: float(model.verify_s(tokens))
+        return self._line.seconds

@@ -147,13 +147,13 @@ class Bench:
     def _warm_up(self, contender: Contender, key: CellKey, tasks: list[Task], doing: str) -> None:
         """Not timed: kernels are compiled, graphs captured, and policies learn what things cost."""
         self.watcher.describe(doing)
-        few, times = self._warmup(key.batch_size, tasks)
+        few, times = self._warmup(contender, key.batch_size, tasks)
         for _ in range(times):
             contender.take_turn(few, key.batch_size, None, self.watcher.advance)
 
-    def _warmup(self, batch_size: int, tasks: list[Task]) -> tuple[list[Task], int]:
+    def _warmup(self, contender: Contender, batch_size: int, tasks: list[Task]) -> tuple[list[Task], int]:
         """What is asked to warm up, and how often."""
-        if self.results.models["device"] == "cuda":
+        if isinstance(contender, PolicyContender) and self.results.models["device"] == "cuda":
             return tasks, _FULL_WARMUPS_ON_GPU
         return tasks[:batch_size], 1
 
@@ -205,9 +205,10 @@ class Bench:
             done = 0 if cell is None else cell.num_rounds
             if done == self.results.setting.rounds:
                 continue
-            few, times = self._warmup(key.batch_size, tasks)
-            num_contenders = sum(_can_take_part(c, key) for c in self.contenders)
-            total += num_contenders * (len(few) * times + len(tasks) * (self.results.setting.rounds - done))
+            for contender in self.contenders:
+                if _can_take_part(contender, key):
+                    few, times = self._warmup(contender, key.batch_size, tasks)
+                    total += len(few) * times + len(tasks) * (self.results.setting.rounds - done)
         num_traced = 1
         if self.results.setting.traced == "all":
             num_traced = sum(map(len, self.agenda.tasks.values()))

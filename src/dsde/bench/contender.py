@@ -189,4 +189,5 @@ def count_between(before: EngineMetrics, after: EngineMetrics) -> Counts:
         num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
         num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
         drafts_by_length=by_length,
+        num_host_steps=after.num_host_steps - before.num_host_steps,
     )

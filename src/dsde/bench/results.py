@@ -33,6 +33,8 @@ class Counts:
     num_accepted_tokens: int = 0
     drafts_by_length: list[int] = field(default_factory=list)
     """how many drafts had 1, 2, ... tokens"""
+    num_host_steps: int = 0
+    """on a GPU: steps that took the slower way over the host"""
 
 
 @dataclass(slots=True)

@@ -83,6 +83,11 @@ def work_table(summary: CellSummary) -> Table:
         "Accepted: of drafted tokens. Emitted: by a step that drafted, the bonus token included. Length: drafted a "
         "step and request. Counts are of one round. Texts: against those of off."
     )
+    slow = [
+        name for name, found in summary.cell.contenders.items() if any(r.counts.num_host_steps for r in found.rounds)
+    ]
+    if slow:
+        note += f" By the slower way over the host, in part or always: {', '.join(slow)}."
     return Table(f"Work: {label(summary.cell)}", headings, rows, note)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsde.bench import drawing, plots
 from dsde.bench.report import HOW_TO_READ, Report, answer, facts
+from dsde.bench.summary import CellSummary
 from dsde.bench.table import Table
 from dsde.bench.tables import label, latency_table, overview, speed_table, work_table
 
@@ -20,10 +21,11 @@ def to_html(report: Report, drawings: dict[str, str], missing: Sequence[str]) ->
     results = report.results
     parts = [f"<h1>{escape(report.title)}</h1>", f'<p class="muted">{escape(report.pair)}</p>']
     if report.summaries:
-        fastest, words = answer(report.summaries[0])
-        first = escape(label(report.summaries[0].cell))
-        parts.append(f'<p class="answer"><strong>{escape(fastest.contender)}</strong> {escape(words)}')
-        parts.append(f'<br><span class="note">{first}</span></p>')
+        first, *others = report.summaries
+        parts.append(f'<p class="answer">{_answer(first)}<br><span class="note">{escape(label(first.cell))}</span></p>')
+        if others:
+            rest = "".join(f"<li>{escape(label(one.cell))}: {_answer(one)}</li>" for one in others)
+            parts.append(f'<ul class="answers">{rest}</ul>')
     kind = "good" if report.verdict.good else "bad"
     parts.append(f'<p class="{kind}">{escape(report.verdict.sentence)}</p>')
     if not results.finished:
@@ -52,6 +54,11 @@ def to_html(report: Report, drawings: dict[str, str], missing: Sequence[str]) ->
     terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts(results).items())
     parts += ["<h2>Where and how</h2>", f"<dl>{terms}</dl>", f'<p class="note">{HOW_TO_READ}</p>']
     return _PAGE.format(title=escape(report.title), style=STYLE.read_text(encoding="utf-8"), body="\n".join(parts))
+
+
+def _answer(summary: CellSummary) -> str:
+    fastest, words = answer(summary)
+    return f"<strong>{escape(fastest.contender)}</strong> {escape(words)}"
 
 
 def _html_table(table: Table) -> str:

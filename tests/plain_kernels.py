@@ -65,7 +65,11 @@ def shape_on_a_device(self: passes.PassRunner, *args: Any, **kwargs: Any) -> pas
 
 
 def pretend_to_capture(self: passes.PassRunner, entry: passes.Pass) -> None:
+    store = self.body.__self__.drafts.store  # type: ignore[attr-defined]
+
     def replay() -> None:
+        assert self._passes.get(entry.shape) is entry, "a graph that was to be forgotten"
+        assert self.body.__self__.drafts.store is store, "a graph that points to where drafts were"  # type: ignore[attr-defined]
         entry.result = self.body(entry)
 
     entry.graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
@@ -199,7 +203,7 @@ def decide(
         worth = stands * float(arrays["outlooks"][token])
         ends = not (is_fixed or worth >= go_on_above) if kind == Kind.WORTH else kind == Kind.AFTER and is_beyond
         if arrays["may_go_on"][token] and not ends:
-            worths[token] = math.inf if is_fixed else worth
+            worths[token] = math.inf if is_fixed else worth - go_on_above
     if kind != Kind.WORTH or sum(worths.values()) >= pass_above:
         codes |= dict.fromkeys(worths, Decision.GOES_ON)
     for token, code in codes.items():

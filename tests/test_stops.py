@@ -161,7 +161,8 @@ def drafts_by_worth(batch: list[Sequence], lengths: list[int], stop: StopByWorth
             if len(drafts[i]) < lengths[i] and (worth >= stop.go_on_above or odds == math.inf):
                 would.append(i)
         fixed = any(stop.offsets[i] == math.inf for i in would)
-        active = would if fixed or sum(survival[i] * stop.outlooks[i] for i in would) >= stop.pass_above else []
+        together = sum(survival[i] * stop.outlooks[i] - stop.go_on_above for i in would)
+        active = would if fixed or together >= stop.pass_above else []
     return drafts, num_passes
 
 

@@ -83,7 +83,8 @@ class StopByWorth:
     go_on_above: float
     """what it costs to draft and verify one more, for a sequence in a pass that is made anyway"""
     pass_above: float
-    """what a pass costs, whoever takes part: it is made if those who would go on are together worth more"""
+    """what a pass costs, whoever takes part: it is made if those who would go on are together worth so much more than
+    their own costs"""
 
     def survivals(self, rows: IntArray, before: FloatArray, signals: FloatArray) -> FloatArray:
         """[rows] chance that a draft stands up to and including a position with these `signals` [rows, 3], given that
@@ -103,7 +104,7 @@ class StopByWorth:
         is_fixed = np.isposinf(self.offsets[rows])
         worths = survivals * self.outlooks[rows]
         would: BoolArray = may_go_on & ((worths >= self.go_on_above) | is_fixed)
-        is_made = (would & is_fixed).any() or worths[would].sum() >= self.pass_above
+        is_made = (would & is_fixed).any() or (worths[would] - self.go_on_above).sum() >= self.pass_above
         return would if is_made else np.zeros_like(would)
 
 

@@ -158,10 +158,11 @@ def _decide_kernel(
     kept = alive & tl.where(by_worth, is_worth_it, (kind != _BEFORE) | (is_beyond == 0))
 
     worth = stands * tl.load(outlooks + tokens, mask=here, other=0.0)
-    is_worth_it = is_fixed | (worth >= tl.load(rule_numbers + 4))
+    own_cost = tl.load(rule_numbers + 4)
+    is_worth_it = is_fixed | (worth >= own_cost)
     would = kept & (tl.load(may_go_on + tokens, mask=here, other=0) > 0)
     would = would & tl.where(by_worth, is_worth_it, (kind != _AFTER) | (is_beyond == 0))
-    together = tl.sum(tl.where(would, worth, 0.0))
+    together = tl.sum(tl.where(would, worth - own_cost, 0.0))
     anyway = tl.sum((would & is_fixed).to(tl.int32)) > 0
     goes_on = would & ((by_worth == 0) | anyway | (together >= tl.load(rule_numbers + 5)))
 

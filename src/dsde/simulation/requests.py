@@ -33,6 +33,9 @@ class Requests:
     entropies: FloatArray | None
     """of the draft, in nats; None where they were not recorded"""
     temperature: float
+    top_probs: FloatArray | None = None
+    """of the draft; None: taken to follow from the entropy, as do margins"""
+    margins: FloatArray | None = None
 
     @property
     def size(self) -> int:
@@ -44,6 +47,15 @@ class Requests:
         places = np.arange(self.agreed.shape[1])
         breaks = np.where(self.agreed, places.size, places)
         return np.minimum.accumulate(breaks[:, ::-1], axis=1)[:, ::-1] - places
+
+    @cached_property
+    def draft_signals(self) -> FloatArray:
+        """[request, position, 3] entropy, top probability and margin."""
+        if self.entropies is None:
+            raise InvalidInput("this policy needs the draft's entropy, and the recorded requests have no draft_entropy")
+        top_probs = np.exp(-self.entropies) if self.top_probs is None else self.top_probs
+        margins = np.maximum(2 * top_probs - 1, 0.0) if self.margins is None else self.margins
+        return np.stack((self.entropies, top_probs, margins), axis=-1)
 
 
 class Stream(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dsde.core.errors import InvalidInput
+from dsde.core.stops import SIGNALS, Signal
 from dsde.policies import BatchView, Need, Outcome, Pace, Policy
 from dsde.policies.base import BoolArray, FloatArray, IntArray
 from dsde.simulation.costs import Costs
@@ -74,7 +75,6 @@ def simulate(
     *,
     prompts: bool = False,
     tpot_s: FloatArray | None = None,
-    confidences: FloatArray | None = None,
 ) -> Result:
     """Run until as many requests have ended as there are.
 
@@ -82,14 +82,13 @@ def simulate(
     their turn, and the run ends with a full batch. Without one all requests start at once and nobody replaces them.
     With `prompts` a request spends its first step on reading its prompt, in the same target pass as everybody else.
     `tpot_s` [request] are the seconds a token that requests ask for, from the step on in which they begin to decode;
-    infinite: none. `confidences` [request, position] are what a budget for verification goes by: how likely a position
-    is to agree. `policy` must be fresh.
+    infinite: none. `policy` must be fresh.
     """
     if batch_size is not None and not 1 <= batch_size <= requests.size:
         raise InvalidInput(f"batch size must be from 1 to the number of requests, {requests.size}, not {batch_size}")
     if policy.needs & Need.TOKEN_PROB:
         raise InvalidInput("this policy needs the probabilities of drafted tokens, which a simulation does not know")
-    simulator = _Simulator(policy, requests, costs, batch_size, prompts, tpot_s, confidences)
+    simulator = _Simulator(policy, requests, costs, batch_size, prompts, tpot_s)
     while simulator.result.num_requests < requests.size:
         simulator.step()
     return simulator.result
@@ -104,11 +103,9 @@ class _Simulator:
         batch_size: int | None,
         prompts: bool,
         tpot_s: FloatArray | None,
-        confidences: FloatArray | None,
     ) -> None:
         self.policy, self.requests, self.costs = policy, requests, costs
         self.tpot_s = np.full(requests.size, np.inf) if tpot_s is None else tpot_s
-        self.confidences = confidences
         self.replaces = batch_size is not None
         self.reads_prompts = prompts
         self.result = Result()
@@ -160,7 +157,8 @@ class _Simulator:
         if plan.stop is not None:
             drafted, passes = stop_drafts(plan.stop, self.requests, rows, positions, drafted)
         if plan.budget is not None:
-            drafted = plan.budget.select(self._confidences(rows, positions, drafted), drafted, np.arange(rows.size))
+            confidences = self._confidences(plan.budget.signal, rows, positions, int(drafted.max()))
+            drafted = plan.budget.select(confidences, drafted, np.arange(rows.size))
         accepted = np.minimum(drafted, self.requests.runs[rows, positions])
         num_drafted = int(drafted.sum())
         num_packed = batch.num_decoding + num_drafted + batch.num_prompt_tokens
@@ -170,6 +168,7 @@ class _Simulator:
             accepted=accepted,
             klds=self._klds(rows, positions, drafted) if self.policy.needs & Need.KLD else np.empty(0),
             temperatures=batch.temperatures,
+            draft_signals=self._draft_signals(rows, positions, drafted),
             draft_s=self.costs.draft_s(passes),
             verify_s=self.costs.verify.seconds(num_packed),
             num_decoding=batch.num_decoding,
@@ -186,20 +185,29 @@ class _Simulator:
         self.result.num_draft_passes += outcome.num_draft_passes
         return accepted
 
-    def _confidences(self, rows: IntArray, positions: IntArray, drafted: IntArray) -> FloatArray:
-        """[batch, longest draft] of every drafted position."""
-        if self.confidences is None:
-            raise InvalidInput("a simulation does not know how sure the draft is, which this policy or stage goes by")
-        places = positions[:, None] + np.arange(drafted.max(initial=0))
-        confidences: FloatArray = self.confidences[rows[:, None], np.minimum(places, self.confidences.shape[1] - 1)]
+    def _draft_signals(self, rows: IntArray, positions: IntArray, drafted: IntArray) -> FloatArray:
+        if not self.policy.needs & Need.DRAFT_SIGNALS:
+            return np.empty((0, 3))
+        signals: FloatArray = self.requests.draft_signals[self._places(rows, positions, drafted)]
+        return signals
+
+    def _confidences(self, signal: Signal, rows: IntArray, positions: IntArray, longest: int) -> FloatArray:
+        """[batch, longest] of the positions ahead; beyond the end of a request they mean nothing."""
+        values = self.requests.draft_signals[..., SIGNALS.index(signal)]
+        places = np.minimum(positions[:, None] + np.arange(longest), values.shape[1] - 1)
+        confidences: FloatArray = values[rows[:, None], places]
         return confidences
 
     def _klds(self, rows: IntArray, positions: IntArray, drafted: IntArray) -> FloatArray:
         """Of every drafted position, also those behind a disagreement."""
-        firsts = np.add.accumulate(drafted) - drafted
-        places = np.arange(drafted.sum()) + np.repeat(positions - firsts, drafted)
-        klds: FloatArray = self.requests.klds[np.repeat(rows, drafted), places]
+        klds: FloatArray = self.requests.klds[self._places(rows, positions, drafted)]
         return klds
+
+    @staticmethod
+    def _places(rows: IntArray, positions: IntArray, drafted: IntArray) -> tuple[IntArray, IntArray]:
+        """Request and position of everything drafted, sequence after sequence."""
+        firsts = np.add.accumulate(drafted) - drafted
+        return np.repeat(rows, drafted), np.arange(drafted.sum()) + np.repeat(positions - firsts, drafted)
 
     def _spend(self, draft_s: float, verify_s: float) -> None:
         self.result.draft_s += draft_s

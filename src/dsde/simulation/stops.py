@@ -1,11 +1,11 @@
-"""Rules of a policy that end drafts early, on what a simulation knows of the draft: its entropy."""
+"""Rules of a policy that end drafts early, on what a simulation knows of the draft: three signals of its distribution."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from dsde.core.errors import InvalidInput
-from dsde.core.stops import Signal, Stop, StopBefore, is_beyond
+from dsde.core.stops import SIGNALS, Signal, Stop, StopBefore, StopByWorth, is_beyond
 from dsde.policies.base import IntArray
 from dsde.simulation.requests import Requests
 
@@ -14,17 +14,36 @@ def stop_drafts(
     stop: Stop, requests: Requests, rows: IntArray, positions: IntArray, wanted: IntArray
 ) -> tuple[IntArray, IntArray]:
     """Tokens that are drafted of those wanted, and passes that this takes: a cancelled token has cost its pass."""
-    if stop.signal is not Signal.ENTROPY:
-        raise InvalidInput(f"a simulation knows the draft's entropy only; this policy needs {stop.signal.value}")
-    if requests.entropies is None:
-        raise InvalidInput("this policy needs the draft's entropy, and the recorded requests have no draft_entropy")
     depths = np.arange(wanted.max(initial=0))
     if not depths.size:
         return wanted, wanted
-    places = np.minimum(positions[:, None] + depths, requests.entropies.shape[1] - 1)
-    ends = is_beyond(stop, np.arange(wanted.size)[:, None], requests.entropies[rows[:, None], places])
+    if isinstance(stop, StopByWorth):
+        return _stop_by_worth(stop, requests, rows, positions, wanted)
+    if not isinstance(stop.signal, Signal):
+        raise InvalidInput(f"a simulation knows no tokens; this policy needs {stop.signal.value}")
+    values = requests.draft_signals[..., SIGNALS.index(stop.signal)]
+    places = np.minimum(positions[:, None] + depths, values.shape[1] - 1)
+    ends = is_beyond(stop, np.arange(wanted.size)[:, None], values[rows[:, None], places])
     ends &= depths < wanted[:, None]
     if isinstance(stop, StopBefore):
         ends &= depths >= stop.first_depth
     passes = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, wanted)
     return (passes - ends.any(axis=1) if isinstance(stop, StopBefore) else passes), passes
+
+
+def _stop_by_worth(
+    stop: StopByWorth, requests: Requests, rows: IntArray, positions: IntArray, wanted: IntArray
+) -> tuple[IntArray, IntArray]:
+    drafted, passes = np.zeros_like(wanted), np.zeros_like(wanted)
+    survivals = np.ones(wanted.size)
+    active = np.flatnonzero(wanted > 0)
+    depth = 0
+    while active.size:
+        passes[active] += 1
+        signals = requests.draft_signals[rows[active], positions[active] + depth]
+        survivals[active] = stop.survivals(active, survivals[active], signals)
+        active = active[stop.keeps(active, survivals[active])]
+        drafted[active] += 1
+        depth += 1
+        active = active[stop.goes_on(active, survivals[active], wanted[active] > depth)]
+    return drafted, passes

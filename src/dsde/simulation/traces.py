@@ -1,8 +1,8 @@
 """Recorded agreement of a real pair of models as requests of a simulation.
 
 A file is a JSON list of objects, one a request: `match` (1 where the greedy choices of target and draft agree) and `kl`
-for every token; `overlap` (probability that a sampled token is accepted), `draft_entropy` and `prompt_tokens` may be
-there. Recorded along the target's own text. Knows nothing of policies, costs and time.
+for every token; `overlap` (probability that a sampled token is accepted), `draft_entropy`, `draft_top_prob`,
+`draft_margin` and `prompt_tokens` may be there. Recorded along the target's own text. Knows nothing of policies, costs and time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Recorded:
         self.signals = {name: self._column(name) for name in ("match", "kl")}
         if sampled:
             self.signals["overlap"] = self._column("overlap")
-        if all("draft_entropy" in record for record in self.records):
-            self.signals["draft_entropy"] = self._column("draft_entropy")
+        for name in ("draft_entropy", "draft_top_prob", "draft_margin"):
+            if all(name in record for record in self.records):
+                self.signals[name] = self._column(name)
         self.num_prompt_tokens = np.array([_prompt_tokens(path, record) for record in self.records], np.int64)
 
     def draw(self, num_requests: int, num_tokens: int, seed: int) -> Requests:
@@ -49,6 +50,8 @@ class Recorded:
             klds=tables["kl"],
             entropies=tables.get("draft_entropy"),
             temperature=1.0 if self.sampled else 0.0,
+            top_probs=tables.get("draft_top_prob"),
+            margins=tables.get("draft_margin"),
         )
 
     def _column(self, name: str) -> list[FloatArray]:

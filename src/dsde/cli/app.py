@@ -141,7 +141,16 @@ def serve(
         str, typer.Option(help="What requests call the model.", show_default="the target's name")
     ] = ServerSettings.model_name,
     dashboard: Annotated[bool, typer.Option(help="Serve /dashboard.")] = ServerSettings.dashboard,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at once.", show_default="256")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of prompts read in one step.", show_default="512; 2048 on a GPU")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt and output together.", show_default="what fits")
+    ] = None,
+    kv_cache_bytes: Annotated[
+        int | None, typer.Option(help="Memory for keys and values.", show_default="2 GiB; what is free on a GPU")
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Sequences that may wait beside them; whoever comes then gets 429.")
     ] = ServerSettings.max_queue,
@@ -200,7 +209,13 @@ def serve(
     except ModuleNotFoundError as error:
         raise DsdeError(f'`dsde serve` needs {error.name}: pip install "dsde[server]"') from None
     choice = ModelChoice(target, draft, policy, speculative_config, dtype, device, cost_model)
-    run_serve(choice, settings, max_num_seqs)
+    limits = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "kv_cache_bytes": kv_cache_bytes,
+    }
+    run_serve(choice, settings, limits)
 
 
 @app.command()

@@ -27,7 +27,8 @@ class ModelChoice:
     device: str
     cost_model: Path | None = None
 
-    def load(self, max_num_seqs: int) -> LLM:
+    def load(self, **limits: int | None) -> LLM:
+        """With `limits` of the engine; those that are None are left to it."""
         return LLM(
             self.target,
             self.draft,
@@ -35,8 +36,8 @@ class ModelChoice:
             speculative_config=self.speculative_config,
             dtype=self.dtype,
             device=self.device,
-            max_num_seqs=max_num_seqs,
             cost_model=self.cost_model,
+            **{name: limit for name, limit in limits.items() if limit is not None},
         )
 
 

@@ -13,10 +13,10 @@ from dsde.server.logs import set_up_logs
 from dsde.server.settings import ServerSettings
 
 
-def run_serve(choice: ModelChoice, settings: ServerSettings, max_num_seqs: int) -> None:
+def run_serve(choice: ModelChoice, settings: ServerSettings, limits: dict[str, int | None]) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with bind(settings) as listener:
-        llm = choice.load(max_num_seqs)
+        llm = choice.load(**limits)
         if settings.model_name == ServerSettings.model_name:
             settings = replace(settings, model_name=llm.target)
         set_up_logs(settings.log_format)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from dsde.cli.simulate import Setting, run_simulate
 from dsde.core.errors import InvalidInput
-from dsde.core.stops import Signal, StopAfter, StopBefore
+from dsde.core.stops import Signal, StopAfter, StopBefore, TokenSignal
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy, Static, make_policy, split_specs
 from dsde.policies.base import IntArray
 from dsde.simulation import (
@@ -253,26 +254,25 @@ def test_a_rule_that_stops_drafts() -> None:
     assert (after.num_drafted, after.num_accepted, after.num_draft_passes) == (3 + 3 + 2, 3 + 0 + 2, 3 + 3 + 2)
     skipping = simulate(Stopping(6, StopBefore, 1.0, first_depth=3), requests, FLAT)
     assert skipping.num_steps == simulate(Static(6), requests, FLAT).num_steps
-    requests.entropies = None
     with pytest.raises(InvalidInput, match="no draft_entropy"):
-        simulate(Stopping(6, StopAfter, 1.0), requests, FLAT)
+        simulate(Stopping(6, StopAfter, 1.0), replace(requests, entropies=None), FLAT)
 
 
 def test_what_a_simulation_does_not_know_is_refused() -> None:
     class Curious(Static):
         needs = Need.TOKEN_PROB
 
-    class Margins(Static):
+    class Unlikely(Static):
         def plan(self, batch: BatchView) -> Plan:
             plan = super().plan(batch)
-            plan.stop = StopBefore(Signal.MARGIN, np.zeros(batch.slots.size), False)
+            plan.stop = StopAfter(TokenSignal.TOTAL_LOG_PROB, np.zeros(batch.slots.size), False)
             return plan
 
     requests = Iid(0.8).draw(2, 10, seed=0)
     with pytest.raises(InvalidInput, match="probabilities of drafted tokens"):
         simulate(Curious(2), requests, FLAT, 1)
-    with pytest.raises(InvalidInput, match="entropy only; this policy needs margin"):
-        simulate(Margins(2), requests, FLAT, 1)
+    with pytest.raises(InvalidInput, match="knows no tokens; this policy needs total_log_prob"):
+        simulate(Unlikely(2), requests, FLAT, 1)
 
 
 # Streams
@@ -529,19 +529,16 @@ def test_thousands_of_requests_a_second() -> None:
     assert seconds < 10  # far from what it takes: a busy machine must not fail here
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"), [("tetris", "does not know how sure the draft is"), ("static:4|consultant", "knows no prob")]
-)
-def test_what_goes_by_probabilities_is_refused(spec: str, message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        simulate(make_policy(spec), Iid(0.8).draw(4, 8, seed=0), FLAT, 2)
+def test_what_goes_by_probabilities_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="knows no probabilities"):
+        simulate(make_policy("static:4|consultant"), Iid(0.8).draw(4, 8, seed=0), FLAT, 2)
 
 
 def test_a_budget_is_spent_on_what_the_draft_is_sure_of() -> None:
     """Two requests that always agree, of which the draft is sure of one: that one goes four times as fast."""
     requests = Iid(1.0).draw(2, 40, seed=0)
-    confidences = np.array([[0.9], [0.1]]) * np.ones((1, 40))
-    result = simulate(make_policy("tetris:3,length=3"), requests, FLAT, confidences=confidences)
+    requests.top_probs = np.array([[0.9], [0.1]]) * np.ones((1, 40))
+    result = simulate(make_policy("tetris:3,length=3"), requests, FLAT)
     # Four tokens a step against one for 10 steps; then the other has the budget to itself, for its last 30 tokens.
     assert (result.num_steps, result.num_drafted, result.num_draft_passes) == (10 + 8, 30 + 22, 30 + 22)
 

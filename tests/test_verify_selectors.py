@@ -243,13 +243,11 @@ def test_in_a_hurry_requests_keep_their_pace_more_often_than_under_tetris(
     requests = Iid(easy).draw(400, 128, seed=0)
     hurries = np.arange(400) % 4 == 0
     requests.agreed[hurries] = Iid(tight).draw(100, 128, seed=1).agreed
-    confidences = np.where(hurries, tight, easy)[:, None] * np.ones((1, 128))
+    requests.top_probs = np.where(hurries, tight, easy)[:, None] * np.ones((1, 128))
     costs = Costs(draft=Line(0.2e-3, 64, 1e-6), verify=Line(4e-3, 48, 40e-6))
     tpot_s = np.where(hurries, tpot_ms / 1e3, np.inf)
     specs = (f"tetris:{budget},length=6", f"adaserve:{budget},min=6,max=6")
-    tetris, adaserve = (
-        simulate(make_policy(spec), requests, costs, 16, tpot_s=tpot_s, confidences=confidences) for spec in specs
-    )
+    tetris, adaserve = (simulate(make_policy(spec), requests, costs, 16, tpot_s=tpot_s) for spec in specs)
     assert adaserve.num_on_time / adaserve.num_paced > 0.6
     assert adaserve.num_on_time / adaserve.num_paced > 2 * tetris.num_on_time / tetris.num_paced
     assert adaserve.tokens_per_s > 0.97 * tetris.tokens_per_s

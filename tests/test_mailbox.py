@@ -32,7 +32,7 @@ def test_a_letter_has_come_when_all_of_it_has() -> None:
 
 def test_the_host_waits_while_another_thread_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which it lets run."""
-    monkeypatch.setattr(Mailbox, "_check", lambda _: None)
+    monkeypatch.setattr(Mailbox, "_is_done", lambda _: False)
     box = Mailbox(2, DEVICE)
     number = box.next_number()
 
@@ -55,6 +55,18 @@ def test_numbers_begin_anew() -> None:
     assert not box.has_come(number + 1, 1)
     write(box, 0, number, 1)
     assert box.wait(number, 1).tolist() == [1]
+
+
+def test_an_answer_that_came_just_before_the_device_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Mailbox(1, DEVICE)
+    number = box.next_number()
+
+    def finish(_: Mailbox) -> bool:
+        write(box, 0, number, 5)
+        return True
+
+    monkeypatch.setattr(Mailbox, "_is_done", finish)
+    assert box.wait(number, 1).tolist() == [5]
 
 
 def test_a_device_that_is_done_and_silent() -> None:

@@ -17,7 +17,7 @@ IntArray = NDArray[np.int64]
 
 _NUM_NUMBERS = 1 << 31
 _LOOKS_PER_CHECK = 1000
-"""between two questions whether the device is still at work; a few hundred microseconds"""
+"""between two questions whether the device is still at work; a few milliseconds"""
 
 
 class Mailbox:
@@ -41,13 +41,13 @@ class Mailbox:
         for num_looks in count(1):
             if self.has_come(number, num_words):
                 break
-            if num_looks % _LOOKS_PER_CHECK == 0:
-                self._check()
+            # Looked at once more: it may have come just before the device was done.
+            if num_looks % _LOOKS_PER_CHECK == 0 and self._is_done() and not self.has_come(number, num_words):
+                raise RuntimeError("The device is done, and has not answered.")
             # Gives other threads a chance, and comes back a hundred times sooner than a sleep of no length.
             select.select((), (), (), 0)
         return self._words[:num_words] & 0xFFFFFFFF
 
-    def _check(self) -> None:
-        """A device that has failed says so when asked; one that is done should have written."""
-        if self.device.type != "cuda" or torch.cuda.current_stream(self.device).query():
-            raise RuntimeError("The device is done, and has not answered.")
+    def _is_done(self) -> bool:
+        """Whether the device has nothing more to do; one that has failed says so when asked."""
+        return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()

@@ -284,6 +284,20 @@ def test_who_leaves_early_does_not_stay_on_the_board() -> None:
     assert seen.frame()["rows"][0]["ended"] == "abort"
 
 
+def test_the_last_step_counts_though_its_request_was_missed_before() -> None:
+    engine = make_engine(TARGET, DRAFT, "dsde")
+    engine.watched = True
+    seen, picture = board.Board(None), Picture()
+    engine.add([1], PARAMS, "a")
+    while engine.has_work:
+        output = engine.step()
+        seen.end_missing(engine.requests)
+        seen.take(output, board.arrivals(engine, output, seen), None)
+        picture.take(seen.frame())
+    assert len(tokens_of(picture.rows["a/0"])) == 40
+    assert picture.rows["a/0"]["ended"] == "length"
+
+
 def observe_steps(throughput: Throughput, delays: list[float]) -> None:
     """Passes cost 20 ms and 2 ms a token, drafting 10 ms; lengths vary, so that the line can be found. Steps take as
     many times longer as `delays` says, in turn."""

@@ -155,7 +155,8 @@ class Board:
         records = {(record.request_id, record.index): record for record in output.records}
         for chunk in output.chunks:
             key = (chunk.request_id, chunk.index)
-            if (row := self._rows.get(key)) is not None and row.ended is None:
+            # A request that has just finished is missed for a moment before its last step is shown.
+            if (row := self._rows.get(key)) is not None and row.ended in (None, "abort"):
                 self._extend(row, chunk, records.get(key))
         if output.records:
             bars = [(r.drafted, r.accepted, _number(r.predicted)) for r in output.records[:MOST_BARS]]

@@ -25,6 +25,8 @@ NUM_TRUSTED = 5
 """passes of a size after which it speaks for itself"""
 MOST_SIZES = 48
 """those seen last"""
+PACE_SHARE = 1 / 16
+"""of the newest pass in the pace"""
 
 
 class _Size:
@@ -32,17 +34,22 @@ class _Size:
 
     def __init__(self) -> None:
         self.held: deque[float] = deque(maxlen=NUM_HELD)
-        self.typical_s = 0.0
+        self.typical = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.held.append(seconds)
-        self.typical_s = median(self.held)
+    def add(self, cost: float) -> None:
+        self.held.append(cost)
+        self.typical = median(self.held)
 
 
 class PassLine:
-    """Seconds of a target pass: the median of its size, or a line through those of others. Flat if there is one."""
+    """What a target pass costs beside others: the median of its size, or a line through those of other sizes.
+
+    Costs are seconds over the pace of their time: a size that was last seen while the machine was busy can be compared
+    with one seen while it was not.
+    """
 
     def __init__(self) -> None:
+        self._pace = 0.0
         self._sizes: dict[int, _Size] = {}
         """the one seen last at the end"""
 
@@ -51,20 +58,23 @@ class PassLine:
         return bool(self._sizes)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
+        pace = seconds / (self.cost(num_tokens) if self.is_known else 1.0)
+        self._pace += (pace - self._pace) * (PACE_SHARE if self.is_known else 1.0)
         size = self._sizes.pop(num_tokens, None) or _Size()
-        size.add(seconds)
+        size.add(seconds / self._pace)
         self._sizes[num_tokens] = size
         if len(self._sizes) > MOST_SIZES:
             del self._sizes[next(iter(self._sizes))]
 
-    def seconds(self, num_tokens: int) -> float:
+    def cost(self, num_tokens: int) -> float:
+        """Only the ratio of two of them means something."""
         if (size := self._sizes.get(num_tokens)) is not None and len(size.held) >= NUM_TRUSTED:
-            return size.typical_s
-        points = [(len(size.held), tokens, size.typical_s) for tokens, size in self._sizes.items()]
+            return size.typical
+        points = [(len(size.held), tokens, size.typical) for tokens, size in self._sizes.items()]
         weight = sum(w for w, _, _ in points)
-        x, y = sum(w * tokens for w, tokens, _ in points) / weight, sum(w * s for w, _, s in points) / weight
+        x, y = sum(w * tokens for w, tokens, _ in points) / weight, sum(w * cost for w, _, cost in points) / weight
         variance = sum(w * (tokens - x) ** 2 for w, tokens, _ in points)
-        slope = sum(w * (tokens - x) * (s - y) for w, tokens, s in points) / variance if variance else 0.0
+        slope = sum(w * (tokens - x) * (cost - y) for w, tokens, cost in points) / variance if variance else 0.0
         # More tokens never cost less, and no pass is free.
         return y + min(max(slope, 0.0), y / x) * (num_tokens - x)
 
@@ -95,8 +105,8 @@ class Throughput:
             self._line.observe(step.num_pass_tokens, step.verify_s)
         elif not self._line.is_known:
             return
-        pass_s = self._pass_s(step.num_decoding)
-        first, further = (pass_s(size) / pass_s(step.num_pass_tokens) for size in (num_base, step.num_decoding))
+        cost = self._cost(step.num_decoding)
+        first, further = (cost(size) / cost(step.num_pass_tokens) for size in (num_base, step.num_decoding))
         num_accepted = sum(record.accepted for record in records)
         plain_s = step.verify_s * (first + num_accepted / step.num_decoding * further)
         self._add(_Step(num_accepted + len(records), step.step_s, plain_s))
@@ -112,9 +122,9 @@ class Throughput:
         while self._total.step_s > WINDOW_S and len(self._steps) > 1:
             self._total = _Step(*(a - b for a, b in zip(self._total, self._steps.popleft(), strict=True)))
 
-    def _pass_s(self, num_decoding: int) -> Callable[[int], float]:
-        """Seconds by tokens."""
+    def _cost(self, num_decoding: int) -> Callable[[int], float]:
+        """Of a pass over so many tokens."""
         for model in self._cost_models:
             if model.num_verified(num_decoding):
-                return lambda tokens: float(model.verify_s(tokens))
-        return self._line.seconds
+                return lambda num_tokens: float(model.verify_s(num_tokens))
+        return self._line.cost

@@ -91,12 +91,11 @@ class DeviceDrafter:
             batch = self._batch([sequences[i] for i in members.tolist()], slots[members], draft.longest)
             self._go_on(draft, batch, task)
         self._settle(sequences, draft.lengths, share, ahead)
-        return replace(
-            draft.proposals(),
-            num_catch_up_tokens=share.num_catch_up_tokens,
-            is_caught_up=lengths > 0,
-            num_passes=draft.depth + 1 if len(share.order) or draft.num_rows else 0,
-        )
+        proposals = draft.proposals()
+        proposals.num_catch_up_tokens = share.num_catch_up_tokens
+        proposals.is_caught_up = lengths > 0
+        proposals.num_passes = draft.depth + 1 if len(share.order) or draft.num_rows else 0
+        return proposals
 
     def _go_on(self, draft: GrowingDraft, batch: _Batch, task: _Task) -> None:
         """The passes after the first."""
@@ -108,7 +107,8 @@ class DeviceDrafter:
             may_go_on = draft.may_go_on
             following, step, next_call = draft.members[may_go_on], None, None
             if len(following):
-                batch = batch.only(may_go_on)
+                if len(following) < len(may_go_on):
+                    batch = batch.only(may_go_on)
                 step, next_call = self._extend(batch, draft, following, task)
                 task.begin()
                 self.passes.load(*step)
@@ -208,7 +208,8 @@ class DeviceDrafter:
 
     def _settle(self, sequences: list[Sequence], lengths: IntArray, share: DraftShare, ahead: IntArray) -> None:
         """Note what the draft has read."""
-        self.host.settle(sequences, replace(share, lengths=np.where(ahead < 0, lengths, 0)))
+        if len(share.order):
+            self.host.settle(sequences, replace(share, lengths=lengths))
         for i in np.flatnonzero(ahead >= 0).tolist():
             sequences[i].num_draft_computed = len(sequences[i].tokens) + max(int(lengths[i]) - 1, 0)
 
@@ -248,8 +249,9 @@ class DeviceDrafter:
         if first_row + count > self.drafts.capacity:
             self.passes.forget()
             self.drafts.make_room(first_row + count, num_kept=first_row)
-        is_last = int(draft.lengths[members].max()) == depth + 1
-        ruling = task.ruling if task.ruling is not None and task.ruling.decides(depth, is_last) else None
+        ruling = task.ruling
+        if ruling is not None and not ruling.decides(depth, is_last=int(draft.lengths[members].max()) == depth + 1):
+            ruling = None
         variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None)
         rows = RaggedRows(np.ones(count, dtype=np.int64))
         entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row, variant)
@@ -333,8 +335,6 @@ class _Batch:
     variant: tuple[bool, bool]
 
     def only(self, kept: BoolArray) -> _Batch:
-        if kept.all():
-            return self
         return _Batch(
             [sequence for sequence, stays in zip(self.sequences, kept.tolist(), strict=True) if stays],
             self.slots[kept],

@@ -123,6 +123,8 @@ class GrowingDraft:
         """of the newest tokens"""
         self.members = np.argsort(-lengths, kind="stable")[: int((lengths > 0).sum())]
         """sequences that have a token of this depth, longest first"""
+        self._has_ended = False
+        """some before their length"""
         if self.longest:
             self.rows[:, 0] = ahead
 
@@ -148,9 +150,11 @@ class GrowingDraft:
         """What was decided on the members' newest tokens; those who had ended before only rode along."""
         ends = (self.lengths[self.members] > self.depth) & (decisions < Decision.GOES_ON)
         self.lengths[self.members[ends]] = self.depth + decisions[ends]
+        self._has_ended = True
 
     def proposals(self) -> DeviceProposals:
-        return DeviceProposals(self.lengths, _beginnings(self.rows, self.lengths))
+        rows = _beginnings(self.rows, self.lengths) if self._has_ended else self.rows
+        return DeviceProposals(self.lengths, rows)
 
     def proposals_if_over(self, keeps_last: bool) -> DeviceProposals:
         """The same if all that are still drafting end now, with or without their newest tokens."""

@@ -3,6 +3,7 @@
 from dsde.policies.adaedl import AdaEDL
 from dsde.policies.adaptiveverify import AdaptiveVerify
 from dsde.policies.adaserve import AdaServe
+from dsde.policies.auto import Auto
 from dsde.policies.banditspec import EXP3Spec, UCBSpec
 from dsde.policies.base import BatchView, Need, Outcome, Pace, Plan, Policy, Stage, Staged
 from dsde.policies.batchtable import BatchTable
@@ -41,6 +42,7 @@ __all__ = [
     "AdaEDL",
     "AdaServe",
     "AdaptiveVerify",
+    "Auto",
     "BatchTable",
     "BatchView",
     "BudgetCap",

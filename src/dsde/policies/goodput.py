@@ -15,6 +15,7 @@ import numpy as np
 from dsde.policies.base import BatchView, FloatArray, IntArray, Outcome, Plan, Policy
 from dsde.policies.cost import CostModel, count_tokens
 from dsde.policies.limits import LONGEST, check_choice, check_whole
+from dsde.policies.probe import Probe
 from dsde.policies.slots import SlotTable
 
 KEPT = 0.97
@@ -22,10 +23,6 @@ KEPT = 0.97
 PRIOR_ACCEPTED, PRIOR_TESTED = 7.0, 10.0
 """acceptance before the first step, worth so many tokens"""
 LARGEST_ALPHA = 0.999
-PROBE_SHARE = 0.01
-"""of the time without speculation, that may go into probes of it"""
-PROBE_TOKENS = 4
-"""tested by a probe, at least, over the batch"""
 
 
 @dataclass
@@ -63,9 +60,7 @@ class Goodput(Policy):
         self.cost = cost or CostModel()
         self._num_accepted, self._num_tested = PRIOR_ACCEPTED, PRIOR_TESTED
         self._sequences = _Sequences(num_accepted=np.zeros(1), num_tested=np.zeros(1))
-        self._probe_s = 0.0
-        """seconds that the next probe may cost"""
-        self._is_probing = False
+        self._probe = Probe(self.cost, max)
 
     @property
     def cost_models(self) -> list[CostModel]:
@@ -81,9 +76,8 @@ class Goodput(Policy):
         choice = self._per_sequence(batch, alphas) if self.per == "sequence" else self._per_batch(batch)
         predicted = choice.lengths.astype(np.float64)
         lengths = np.minimum(choice.lengths, batch.rooms)
-        self._is_probing = not lengths.any() and bool(batch.rooms.any()) and self._can_pay_for_probe(batch)
-        if self._is_probing:
-            lengths = np.minimum(self._probe_length(batch), batch.rooms)
+        if not lengths.any() and self._probe.begin(batch):
+            lengths = np.minimum(self._probe.length(batch), batch.rooms)
         num = batch.slots.size
         return Plan(
             lengths=lengths,
@@ -101,10 +95,10 @@ class Goodput(Policy):
         plain_s = float(self.cost.verify_s(max(count_tokens(outcome), 1)))
         active = outcome.drafted > 0
         if not active.any():
-            self._probe_s += PROBE_SHARE * plain_s
+            self._probe.save(plain_s)
             return
-        if self._is_probing:
-            self._probe_s -= max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, 0.0)
+        if self._probe.is_under_way:
+            self._probe.end(step, plain_s)
         slots, accepted = outcome.slots[active], outcome.accepted[active]
         tested = np.minimum(accepted + 1, outcome.drafted[active])
         self._num_accepted = KEPT * self._num_accepted + float(accepted.sum())
@@ -164,16 +158,3 @@ class Goodput(Policy):
             if goodputs[place] > best:
                 best, best_chosen = float(goodputs[place]), order[within][: place + 1]
         return _Choice(np.bincount(best_chosen // self.max, minlength=num), best, goodput_off)
-
-    def _probe_length(self, batch: BatchView) -> int:
-        return min(-(-PROBE_TOKENS // batch.slots.size), self.max)
-
-    def _can_pay_for_probe(self, batch: BatchView) -> bool:
-        """Whether enough time is set aside for a short draft, as if nothing of it were accepted."""
-        num, length = batch.slots.size, self._probe_length(batch)
-        base = max(batch.num_decoding, num) + batch.num_prompt_tokens
-        verify_s = self.cost.verify_s([base, base + int(np.minimum(length, batch.rooms).sum())])
-        catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
-        price_s = length * float(self.cost.draft_s(num)) + float(verify_s[1] - verify_s[0]) + catch_up_s
-        self._probe_s = min(self._probe_s, 2 * price_s)
-        return self._probe_s >= price_s

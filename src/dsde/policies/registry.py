@@ -15,6 +15,7 @@ from dsde.core.errors import InvalidInput
 from dsde.policies.adaedl import AdaEDL
 from dsde.policies.adaptiveverify import AdaptiveVerify
 from dsde.policies.adaserve import AdaServe, DepthByLoad
+from dsde.policies.auto import Auto
 from dsde.policies.banditspec import EXP3Spec, UCBSpec
 from dsde.policies.base import Policy, Stage
 from dsde.policies.batchtable import EXAMPLE, BatchTable
@@ -268,6 +269,13 @@ POLICIES: dict[str, Entry[Policy]] = {
     for entry in (
         Entry[Policy]("off", "no speculation: plain decoding of the target", lambda _: Off(), example="off"),
         Entry[Policy]("static", "the same length for everybody", _make_static, ("length",), "static:4"),
+        Entry[Policy](
+            "auto",
+            "every token must earn more than it costs: acceptance and costs learnt online (docs/auto.md)",
+            lambda options: Auto(**_numbers(options, "max")),
+            ("max",),
+            "auto:12",
+        ),
         Entry[Policy](
             "dsde",
             "length from the stability of the KLD, capped at the batch mean (arXiv 2509.01083)",

@@ -1,0 +1,52 @@
+"""Looking again while nobody drafts: a small share of the time pays for a short draft now and then.
+
+Without it, a policy that has stopped drafting would never learn that it should begin again. Knows nothing of what is
+learnt from a probe.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsde.policies.base import BatchView
+from dsde.policies.cost import CostModel, StepCost
+
+SHARE = 0.01
+"""of the time without speculation, that may go into probes"""
+NUM_TOKENS = 4
+"""tested by a probe, at least, over the batch"""
+
+
+class Probe:
+    def __init__(self, cost: CostModel, max_length: int) -> None:
+        self.cost = cost
+        self.max_length = max_length
+        self.is_under_way = False
+        self._saved_s = 0.0
+
+    def length(self, batch: BatchView) -> int:
+        """For everybody."""
+        return min(-(-NUM_TOKENS // batch.slots.size), self.max_length)
+
+    def begin(self, batch: BatchView) -> bool:
+        """Whether enough time is set aside for a short draft, as if nothing of it were accepted."""
+        self.is_under_way = bool(batch.rooms.any()) and self._saved_s >= self._price_s(batch)
+        return self.is_under_way
+
+    def save(self, plain_s: float) -> None:
+        """A step without drafts took so long."""
+        self._saved_s += SHARE * plain_s
+
+    def end(self, step: StepCost, plain_s: float) -> None:
+        """The step that was one took this, and would have taken `plain_s` without."""
+        self._saved_s -= max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, 0.0)
+        self.is_under_way = False
+
+    def _price_s(self, batch: BatchView) -> float:
+        num, length = batch.slots.size, self.length(batch)
+        base = max(batch.num_decoding, num) + batch.num_prompt_tokens
+        verify_s = self.cost.verify_s([base, base + int(np.minimum(length, batch.rooms).sum())])
+        catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
+        price_s = length * float(self.cost.draft_s(num)) + float(verify_s[1] - verify_s[0]) + catch_up_s
+        self._saved_s = min(self._saved_s, 2 * price_s)
+        return price_s

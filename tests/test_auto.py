@@ -1,0 +1,211 @@
+"""`auto`: what it learns, what it chooses with that, and what comes of it in virtual time."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from dsde.policies import Auto, BatchView, CostModel, Outcome, Policy, make_policy
+from dsde.policies.acceptance import SEQUENCE_MEMORY, AcceptanceModel
+from dsde.simulation import Costs, Line, Requests, make_stream, simulate
+
+MEMORY_BOUND = Costs(Line(0.8e-3, 8, 8e-6), Line(3.9e-3, 8, 22e-6))
+COMPUTE_BOUND = Costs(Line(2e-3, 4, 0.5e-3), Line(20e-3, 4, 5e-3))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def outcome(drafted: list[int], accepted: list[int], signals: np.ndarray | None = None, **more: float) -> Outcome:
+    count = len(drafted)
+    return Outcome(
+        slots=np.arange(count),
+        drafted=np.array(drafted),
+        accepted=np.array(accepted),
+        klds=np.empty(0),
+        temperatures=np.zeros(count),
+        draft_signals=np.zeros((sum(drafted), 3)) if signals is None else signals,
+        num_decoding=count,
+        num_drafted=sum(drafted),
+        num_draft_passes=max(drafted),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def batch(count: int, room: int = 100) -> BatchView:
+    return BatchView(np.arange(count), np.full(count, room), np.zeros(count), count)
+
+
+def draft_and_test(
+    model: AcceptanceModel, rng: np.random.Generator, weights: np.ndarray, own: np.ndarray, steps: int
+) -> None:
+    """Four tokens for everybody, whose chances follow from the weights and a number of their own."""
+    for _ in range(steps):
+        signals = np.stack((rng.gamma(1.0, 1.5, 4 * own.size), rng.random(4 * own.size), rng.random(4 * own.size)), 1)
+        looks = np.column_stack((np.ones(len(signals)), np.sqrt(signals[:, 0]), signals[:, 1:]))
+        stands = (rng.random(len(signals)) < sigmoid(looks @ weights + np.repeat(own, 4))).reshape(-1, 4)
+        accepted = np.minimum.accumulate(stands, axis=1).sum(axis=1)
+        model.observe(outcome([4] * own.size, accepted.tolist(), signals))
+
+
+def test_chances_are_learnt_from_what_was_tested() -> None:
+    rng, model = np.random.default_rng(0), AcceptanceModel()
+    weights = np.array([2.0, -1.5, 0.5, 1.0])
+    draft_and_test(model, rng, weights, np.zeros(16), 300)
+    signals = np.stack((rng.gamma(1.0, 1.5, 500), rng.random(500), rng.random(500)), 1)
+    looks = np.column_stack((np.sqrt(signals[:, 0]), signals[:, 1:]))
+    learnt = sigmoid(model.offsets(np.array([40])) + looks @ model.weights[1:])
+    assert np.abs(learnt - sigmoid(weights[0] + looks @ weights[1:])).mean() < 0.03
+
+
+def test_a_sequence_of_its_own_kind_is_told_from_others_and_forgotten() -> None:
+    rng, model = np.random.default_rng(1), AcceptanceModel()
+    own = np.array([2.0, -2.0] * 8)
+    draft_and_test(model, rng, np.array([0.5, 0.0, 0.0, 0.0]), own, 60)
+    slots = np.arange(16)
+    offsets, (outlooks, doubts) = model.offsets(slots), model.outlooks(slots)
+    assert offsets[::2].min() > offsets[1::2].max() + 0.5
+    assert outlooks[::2].min() > outlooks[1::2].max()
+    assert (doubts < 0.15).all()
+    model.forget(slots)
+    assert np.ptp(model.offsets(slots)) == 0
+    assert model.outlooks(slots)[0] == pytest.approx(np.full(16, model.rate))
+
+
+def test_a_request_that_turns_is_another_one_within_its_memory() -> None:
+    rng, model = np.random.default_rng(2), AcceptanceModel()
+    weights = np.array([0.5, 0.0, 0.0, 0.0])
+    draft_and_test(model, rng, weights, np.full(8, -2.0), 60)
+    before = model.outlooks(np.arange(8))[0].mean()
+    draft_and_test(model, rng, weights, np.full(8, 3.0), int(SEQUENCE_MEMORY))
+    assert before < 0.3
+    assert model.outlooks(np.arange(8))[0].mean() > 0.8
+
+
+def test_what_was_behind_a_rejection_teaches_nothing() -> None:
+    one, other = AcceptanceModel(), AcceptanceModel()
+    rng = np.random.default_rng(3)
+    signals = rng.random((4, 3))
+    changed = signals.copy()
+    changed[2:] = rng.random((2, 3))  # the second token was rejected
+    one.observe(outcome([4], [1], signals))
+    other.observe(outcome([4], [1], changed))
+    assert np.array_equal(one.weights, other.weights)
+    assert one.offsets(np.array([0])) == other.offsets(np.array([0]))
+
+
+class Known(CostModel):
+    """Costs that need not be learnt."""
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__()
+        self.costs = costs
+
+    def verify_s(self, tokens: object) -> np.ndarray:
+        return self.costs.verify.seconds_of(np.asarray(tokens, np.float64))  # type: ignore[arg-type]
+
+    def draft_s(self, batch_sizes: object) -> np.ndarray:
+        return self.costs.draft.seconds_of(np.asarray(batch_sizes, np.float64))  # type: ignore[arg-type]
+
+
+def rate_of(lengths: np.ndarray, outlooks: np.ndarray, costs: Costs) -> float:
+    """Tokens per second, written out."""
+    drafts = zip(outlooks, lengths, strict=True)
+    emitted = sum(1 + sum(outlook**d for d in range(1, length + 1)) for outlook, length in drafts)
+    return emitted / (costs.draft_s(lengths) + costs.verify.seconds(int(len(lengths) + lengths.sum())))
+
+
+@pytest.mark.parametrize("costs", [MEMORY_BOUND, COMPUTE_BOUND, Costs(Line(1e-3), Line(4e-3, 4, 4e-4))])
+@pytest.mark.parametrize("seed", range(4))
+def test_lengths_are_nearly_the_best_of_all(costs: Costs, seed: int) -> None:
+    outlooks = np.random.default_rng(seed).uniform(0.2, 0.97, 3)
+    choice = Auto(max=6, cost=Known(costs))._choose(batch(3), outlooks)
+    best = max(rate_of(np.array(lengths), outlooks, costs) for lengths in product(range(7), repeat=3))
+    assert choice.rate == pytest.approx(rate_of(choice.lengths, outlooks, costs))
+    assert choice.rate > 0.999 * best
+
+
+def test_with_many_sequences_a_few_levels_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    outlooks = np.random.default_rng(9).uniform(0.2, 0.97, 12)
+    policy = Auto(max=12, cost=Known(COMPUTE_BOUND))
+    exact = policy._choose(batch(12), outlooks).rate
+    monkeypatch.setattr("dsde.policies.auto._FEW", 0)
+    assert policy._choose(batch(12), outlooks).rate > 0.99 * exact
+
+
+def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None:
+    policy = Auto(cost=Known(MEMORY_BOUND))
+    plan = policy.plan(batch(4))
+    assert plan.lengths.all()
+    assert plan.stop is not None
+    signals = plan.signals
+    assert (signals["gain_of_last"] > signals["gain_of_next"]).all()
+    assert (signals["gain_of_last"] >= signals["cost_of_token"]).all()
+    assert (signals["rate"] > signals["rate_off"]).all()
+
+
+def drive(policy: Policy, rates: list[float], costs: Costs, num_seqs: int, seed: int = 0) -> list[int]:
+    """How many were drafted in steps whose drafts stand at these rates, whatever they look like."""
+    rng, drafted = np.random.default_rng(seed), []
+    for rate in rates:
+        plan = policy.plan(batch(num_seqs))
+        lengths = plan.lengths
+        stands = rng.random((num_seqs, max(int(lengths.max()), 1))) < rate
+        accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), lengths)
+        total = int(lengths.sum())
+        policy.observe(
+            outcome(
+                lengths.tolist(),
+                accepted.tolist(),
+                rng.random((total, 3)),
+                draft_s=costs.draft_s(lengths),
+                verify_s=costs.verify.seconds(num_seqs + total),
+            )
+        )
+        drafted.append(total)
+    return drafted
+
+
+def test_it_stops_where_drafting_cannot_pay_and_looks_again_at_a_bounded_price() -> None:
+    policy = Auto()
+    drafted = drive(policy, [0.05] * 600 + [0.95] * 900, MEMORY_BOUND, 8)
+    quiet = drafted[200:600]
+    assert sum(count > 0 for count in quiet) < 0.1 * len(quiet)
+    assert sum(count > 0 for count in drafted[-100:]) > 90
+
+
+def stream(spec: str, telling: bool, num_tokens: int = 128) -> Requests:
+    """Requests whose drafts look like what becomes of them, or like nothing at all."""
+    requests = make_stream(spec).draw(48, num_tokens, 5)
+    if not telling:
+        requests.entropies = np.random.default_rng(6).gamma(2.0, 2.0, requests.agreed.shape)
+    return requests
+
+
+def best_static(requests: Requests, costs: Costs, batch_size: int) -> float:
+    specs = ("off", "static:1", "static:3", "static:4", "static:6", "static:8")
+    return max(simulate(make_policy(spec), requests, costs, batch_size).tokens_per_s for spec in specs)
+
+
+@pytest.mark.parametrize("telling", [True, False], ids=["telling", "blind"])
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("spec", ["iid:0.3", "iid:0.8", "mixed:0.95,0.4", "phases"])
+def test_never_much_slower_than_the_best_length_known_in_advance(spec: str, batch_size: int, telling: bool) -> None:
+    requests = stream(spec, telling)
+    speed = simulate(Auto(), requests, MEMORY_BOUND, batch_size).tokens_per_s
+    assert speed > 0.96 * best_static(requests, MEMORY_BOUND, batch_size)
+
+
+def test_never_slower_than_off_where_arithmetic_is_the_limit() -> None:
+    requests = stream("iid:0.6", telling=False)
+    speed = simulate(Auto(), requests, COMPUTE_BOUND, 32).tokens_per_s
+    assert speed > 0.98 * simulate(make_policy("off"), requests, COMPUTE_BOUND, 32).tokens_per_s
+
+
+def test_a_draft_that_shows_its_doubts_is_worth_more_than_any_fixed_length() -> None:
+    requests = stream("phases", telling=True)
+    speed = simulate(Auto(), requests, MEMORY_BOUND, 1).tokens_per_s
+    assert speed > 1.08 * best_static(requests, MEMORY_BOUND, 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -143,7 +144,7 @@ class Feed:
         while self._steps:
             self._board.take(*self._steps.popleft())
         engine = self._llm.engine
-        self._board.end_missing(engine.requests)
+        self._board.end_missing(engine.requests, time.monotonic())
         load = {
             "num_running": len(engine.scheduler.running),
             "num_waiting": len(engine.scheduler.waiting),

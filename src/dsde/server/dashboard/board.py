@@ -23,6 +23,8 @@ MOST_PIECES = 800
 MOST_POINTS = 60
 """steps that a row's curves show"""
 MOST_BARS = 64
+MISSING_S = 1.0
+"""after which a request that the engine does not know any more has left"""
 MOST_PROMPT_TOKENS = 96
 """the end of a prompt that is looked at for a title"""
 MOST_TITLE = 160
@@ -81,6 +83,7 @@ class _Row:
     seconds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))
     why: str = ""
     ended: str | None = None
+    missing_since_s: float | None = None
     fresh_pieces: list[tuple[str, str | int]] = field(default_factory=list)
     fresh_points: list[dict[str, Any]] = field(default_factory=list)
     is_new: bool = True
@@ -155,8 +158,7 @@ class Board:
         records = {(record.request_id, record.index): record for record in output.records}
         for chunk in output.chunks:
             key = (chunk.request_id, chunk.index)
-            # A request that has just finished is missed for a moment before its last step is shown.
-            if (row := self._rows.get(key)) is not None and row.ended in (None, "abort"):
+            if (row := self._rows.get(key)) is not None and row.ended is None:
                 self._extend(row, chunk, records.get(key))
         if output.records:
             bars = [(r.drafted, r.accepted, _number(r.predicted)) for r in output.records[:MOST_BARS]]
@@ -164,10 +166,15 @@ class Board:
             self._batch = {"bars": bars, "cap": _number(cap), "num_decoding": output.records[0].num_decoding}
         self._throughput = throughput
 
-    def end_missing(self, running: dict[str, Any]) -> None:
-        """Rows of requests that have left without a last word."""
+    def end_missing(self, running: dict[str, Any], now_s: float) -> None:
+        """Rows of requests that have left without a last word. One that has just finished is missing for a moment
+        before its last step is shown, so they are given some time."""
         for row in self._rows.values():
-            if row.ended is None and row.key[0] not in running:
+            if row.ended is not None or row.key[0] in running:
+                row.missing_since_s = None
+            elif row.missing_since_s is None:
+                row.missing_since_s = now_s
+            elif now_s - row.missing_since_s >= MISSING_S:
                 row.ended, row.has_changed = "abort", True
 
     def frame(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from dsde.drafting.signals import SURE
 from dsde.engine.clock import Clock, Moment, Timing
 from dsde.engine.executor import DraftWish, Flight, HostExecutor, Landing, judged_sequences, propose
 from dsde.engine.scheduler import Schedule, blocks_for
+from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, RaggedRows, power_of_2
 from dsde.verification import Verdict
@@ -57,7 +58,7 @@ class DeviceFlight:
     num_judged_rows: int
     entry: Pass
     read: _Read
-    answer: _Answer
+    answer: Answer
     timing: Timing
     finish: Callable[[DeviceFlight], Landing]
     longest_context: int
@@ -125,7 +126,7 @@ class DeviceExecutor:
         self._findings = torch.zeros(
             Findings.num_words(power_of_2(max_num_seqs), LONGEST_DRAFT), dtype=torch.int32, device=self.device
         )
-        self._answers: dict[tuple[int, int], list[_Answer]] = {}
+        self._answers: dict[tuple[int, int], list[Answer]] = {}
         self._num_moves = 0
         """as often as that the draft store had moved when graphs were last captured"""
         self._rows = RaggedRows(np.ones(1, dtype=np.int64))
@@ -247,7 +248,7 @@ class DeviceExecutor:
         judged_rows = self._cached_rows(1 + drafted) if work.prefills and judged else rows if judged else None
         contexts = np.array([s.num_computed for s in sequences], dtype=np.int64) + query_lens
         judged_slots = np.array([s.slot for s in judged], dtype=np.int64) if work.prefills else slots
-        places = _places(work, rows, scored) if work.prefills else None
+        places = logit_places(work, rows, scored) if work.prefills else None
         variant = self._variant(judged_slots, drafted, proposals.point_mass)
         shape = self.passes.shape(
             rows, contexts, None if places is None else len(places), may_graph=not work.prefills, variant=variant
@@ -263,11 +264,11 @@ class DeviceExecutor:
         host = sheet.arrays
         tables = self.table.tables(slots, shape.table_width)
         self.passes.write(shape, sheet, rows, contexts, tables)
-        _write_tokens(host, work, rows, proposals)
+        write_tokens(host, work, rows, proposals)
         if places is not None:
             host["logit_rows"][: len(places)] = places
         if judged_rows is not None:
-            _write_judged(sheet, judged_rows, proposals)
+            write_judged(sheet, judged_rows, proposals)
             self.table.write_draws(
                 sheet, judged_slots, self.table.counters(judged, variant.sampled or self._rates is not None)
             )
@@ -374,13 +375,13 @@ class DeviceExecutor:
             )
         return _Read(logits, findings, moment)
 
-    def _fetch(self, findings: Findings, taken: _Answer | None) -> _Answer:
+    def _fetch(self, findings: Findings, taken: Answer | None) -> Answer:
         """Queue the one copy back, not to where another step's answer is still waited for."""
         num_sequences, longest = findings.klds.shape
         answers = self._answers.get((num_sequences, longest))
         if answers is None:
             pinned = self.device.type == "cuda"
-            answers = [_Answer.blank(num_sequences, longest, pinned) for _ in range(2)]
+            answers = [Answer.blank(num_sequences, longest, pinned) for _ in range(2)]
             self._answers[num_sequences, longest] = answers
         answer = answers[answers[0] is taken]
         answer.buffer.copy_(findings.buffer[: len(answer.buffer)], non_blocking=True)
@@ -431,65 +432,3 @@ def _by_depth(rates: tuple[float, ...] | None, device: torch.device) -> torch.Te
         return None
     by_depth = [rates[min(depth, len(rates) - 1)] for depth in range(LONGEST_DRAFT)]
     return torch.tensor(by_depth, dtype=torch.float32, device=device)
-
-
-@dataclass(slots=True)
-class _Answer:
-    """Findings on the host."""
-
-    buffer: torch.Tensor
-    accepted: NDArray[np.int32]
-    emitted: NDArray[np.int32]
-    klds: NDArray[np.float32]
-    entropies: NDArray[np.float32]
-
-    @staticmethod
-    def blank(num_sequences: int, max_length: int, pinned: bool) -> _Answer:
-        size = Findings.num_words(num_sequences, max_length)
-        buffer = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        views = Findings.within(buffer, num_sequences, max_length)
-        return _Answer(
-            buffer, views.accepted.numpy(), views.emitted.numpy(), views.klds.numpy(), views.entropies.numpy()
-        )
-
-
-def _write_tokens(
-    host: dict[str, NDArray[np.int32]], work: Schedule, rows: RaggedRows, proposals: DeviceProposals
-) -> None:
-    num_decodes = len(work.decodes)
-    host["tokens"][rows.starts[:num_decodes]] = [s.tokens[-1] for s in work.decodes]
-    if proposals.rows.shape[1]:
-        is_draft = (rows.offsets > 0) & (rows.owners < num_decodes)
-        host["sources"][: rows.count][is_draft] = proposals.rows[proposals.rows >= 0]
-    for (sequence, chunk), place in zip(work.prefills, rows.starts[num_decodes:].tolist(), strict=True):
-        start = sequence.num_computed
-        host["tokens"][place : place + chunk] = sequence.tokens[start : start + chunk]
-
-
-def _write_judged(sheet: Sheet, rows: RaggedRows, proposals: DeviceProposals) -> None:
-    host, count, num_judged = sheet.arrays, rows.count, len(rows.lengths)
-    if sheet.is_new("judged", rows.lengths):
-        host["row_sequences"][:count] = rows.owners
-        host["row_sequences"][count:] = -1
-        host["row_depths"][:count] = rows.offsets
-        host["row_drafts"].fill(-1)
-        host["judged_starts"][:num_judged] = rows.starts
-        host["lengths"][:num_judged] = rows.lengths - 1
-    if proposals.rows.shape[1]:
-        # The token that a row judges; the last row of a sequence judges none.
-        judges = rows.offsets < rows.lengths[rows.owners] - 1
-        host["row_drafts"][:count][judges] = proposals.rows[proposals.rows >= 0]
-
-
-def _places(work: Schedule, rows: RaggedRows, scored: set[Sequence]) -> IntArray:
-    """Rows of the batch that need logits: those to judge, then those of prompts to score."""
-    num_decodes = len(work.decodes)
-    num_decode_rows = int(rows.starts[num_decodes]) if work.prefills else rows.count
-    places = [np.arange(num_decode_rows)]
-    prompts = []
-    for (sequence, chunk), start in zip(work.prefills, rows.starts[num_decodes:].tolist(), strict=True):
-        if chunk == sequence.num_pending:
-            places.append(np.array([start + chunk - 1]))
-        if sequence in scored:
-            prompts.append(np.arange(start, start + chunk))
-    return np.concatenate([*places, *prompts])

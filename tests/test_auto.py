@@ -200,7 +200,7 @@ def test_never_much_slower_than_the_best_length_known_in_advance(spec: str, batc
 
 
 def test_never_slower_than_off_where_arithmetic_is_the_limit() -> None:
-    requests = stream("iid:0.6", telling=False)
+    requests = stream("iid:0.6", telling=False, num_tokens=512)
     speed = simulate(Auto(), requests, COMPUTE_BOUND, 32).tokens_per_s
     assert speed > 0.98 * simulate(make_policy("off"), requests, COMPUTE_BOUND, 32).tokens_per_s
 

@@ -1274,3 +1274,26 @@ def test_a_head_start_draws_what_would_have_been_drawn(way: Way, draft: str, pol
     way.monkeypatch.setattr(drafting_device.DeviceDrafter, "read_ahead", lambda *_: False)
     way.monkeypatch.setattr(DeviceExecutor, "follow", lambda *_: None)
     assert texts() == with_head_start
+
+
+LONG = {"seed": 7, "layers": 2, "max_len": 1024}
+MODELS |= {"long": LONG, "close to long": LONG | {"noise": 0.15}}
+
+
+@pytest.mark.parametrize(("policy", "num_seqs"), [("static:2", 1), ("static:5", 6), ("dsde", 3)])
+@pytest.mark.parametrize("draft", ["long", "close to long"])
+def test_contexts_that_several_programs_share(way: Way, draft: str, policy: str, num_seqs: int) -> None:
+    """Verification in the middle of a split of its own context, and more sequences in a bucket than tokens for them."""
+    rng = random.Random(3)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (20, 118, 250, 380, 505, 640)]
+    with way.host():
+        host = make_engine(model("long", torch.device("cpu")), None, max_model_len=1024, kv_cache_bytes=1 << 27)
+        expected = tokens_of(complete(host, prompts, params))
+    engine = make_engine(
+        model("long"), model(draft), policy, max_num_seqs=num_seqs, max_model_len=1024, kv_cache_bytes=1 << 27
+    )
+    for _ in range(2):
+        assert tokens_of(complete(engine, prompts, params)) == expected
+    if draft == "long":
+        assert engine.metrics.num_accepted_tokens == engine.metrics.num_draft_tokens > 0

@@ -22,6 +22,8 @@ HIGHEST_OUTLOOK = 0.999
 _LEVELS = np.geomspace(0.01, 0.99, 24)
 _FEW = 200
 """tokens of which every one's chance is tried as a level"""
+FIRST_REACH = 2
+"""tokens that the first drafts may have; twice as many after every step that drafted"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -67,6 +69,7 @@ class Auto(Policy):
         self._gain = 1.0
         """realised over planned rate while drafting, lately"""
         self._planned_rate = 0.0
+        self._reach = min(FIRST_REACH, max)
         self._probe = Probe(self.cost, max)
 
     @property
@@ -75,14 +78,17 @@ class Auto(Policy):
 
     def plan(self, batch: BatchView) -> Plan:
         outlooks, doubts = self.acceptance.outlooks(batch.slots)
-        # The benefit of the doubt: whoever drafts too little is never seen to deserve more, and one token costs little.
+        # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
+        # the same way.
+        doubts /= np.sqrt(max(batch.slots.size, 1))
         choice = self._choose(batch, np.minimum(outlooks + doubts, HIGHEST_OUTLOOK))
         pays = choice.lengths.any() and choice.rate * self._gain > choice.rate_off
         num_emitted = max(batch.num_decoding, batch.slots.size) + _num_accepted(outlooks, choice.lengths)
         self._planned_rate = num_emitted / choice.seconds if pays else 0.0
         rate = max(self._planned_rate * self._gain, choice.rate_off)
-        # A draft whose tokens all look sure may go well beyond what is usual, but not at once without end.
-        lengths = np.minimum(2 * choice.lengths + 2, self.max) if pays else choice.lengths * 0
+        # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones: they are priced
+        # before anything has been measured.
+        lengths = np.minimum(2 * choice.lengths + 2, self._reach) if pays else choice.lengths * 0
         lengths = np.minimum(np.where(choice.lengths > 0, lengths, 0), batch.rooms)
         is_probing = not lengths.any() and self._probe.begin(batch)
         if is_probing:
@@ -122,6 +128,7 @@ class Auto(Policy):
             self._probe.save(plain_s)
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
             return
+        self._reach = min(2 * self._reach, self.max)
         seconds = step.draft_s + step.verify_s
         if self._probe.is_under_way:
             self._probe.end(step, plain_s)
@@ -170,18 +177,15 @@ class Auto(Policy):
             next_gain=outlooks ** (lengths + 1),
         )
 
-    def _slope(self, num_tokens: int) -> float:
-        """Seconds that one more token adds to a verification of about so many."""
-        more = max(num_tokens // 4, 1)
-        seconds = self.cost.verify_s([num_tokens, num_tokens + more])
-        return float(seconds[1] - seconds[0]) / more
-
     def _prices(self, choice: _Choice) -> tuple[float, float, float]:
         """Seconds of verifying one more token, of one more sequence in a draft pass, and of a pass."""
+        # The dearer half of the tokens chosen: beyond them there may be nothing measured to go by.
+        last_half = max(int(choice.lengths.sum()) // 2, 1)
+        verify_s = self.cost.verify_s([max(choice.num_tokens - last_half, 1), choice.num_tokens])
         num = max(choice.num_first, 1)
         draft_s = self.cost.draft_s([max(num // 2, 1), num])
         each_s = float(draft_s[1] - draft_s[0]) / max(num - num // 2, 1) if num > 1 else 0.0
-        return self._slope(choice.num_tokens), each_s, float(draft_s[1]) - num * each_s
+        return float(verify_s[1] - verify_s[0]) / last_half, each_s, float(draft_s[1]) - num * each_s
 
 
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:

@@ -23,7 +23,7 @@ from dsde.policies.cost import CostModel
 from dsde.server import live
 from dsde.server.app import create_app
 from dsde.server.dashboard import board
-from dsde.server.dashboard.throughput import Throughput
+from dsde.server.dashboard.throughput import LEAST_STEPS, Throughput
 from dsde.server.dashboard.words import explain
 from dsde.server.settings import ServerSettings
 from served import serving
@@ -326,7 +326,9 @@ def test_throughput_asks_the_cost_model_where_it_has_measured() -> None:
         drafted, nothing = np.full(1, num_drafted), np.zeros(1, dtype=np.int64)
         model.observe(Outcome(nothing, drafted, nothing, np.empty(0), np.ones(1), verify_s=verify_s, num_decoding=1))
     throughput = Throughput([model])
-    throughput.observe([STEP])
+    for _ in range(LEAST_STEPS):
+        assert throughput.now() is None
+        throughput.observe([STEP])
     rates = throughput.now()
     assert rates is not None
     assert rates == pytest.approx((3 / 0.05, 1 / 0.025), rel=0.03)  # sizes come in buckets there

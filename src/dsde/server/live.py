@@ -72,6 +72,8 @@ class Feed:
     def __init__(self, llm: AsyncLLM, about: dict[str, Any]) -> None:
         self._llm = llm
         self._about = about
+        self._throughput = Throughput(llm.engine.policy.cost_models)
+        """what it has learnt of passes outlives its viewers"""
         self._viewers: list[Viewer] = []
         self._closed = False
         self._begin()
@@ -80,7 +82,6 @@ class Feed:
         """Everything that is kept while somebody looks."""
         engine = self._llm.engine
         self._board = Board(engine.intake.tokenizer)
-        self._throughput = Throughput(engine.policy.cost_models)
         self._steps: deque[_Step] = deque()
         self._num_missed = 0
         self._wake = asyncio.Event()

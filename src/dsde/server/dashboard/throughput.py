@@ -19,13 +19,15 @@ from dsde.policies.cost import CostModel
 
 WINDOW_S = 5.0
 """of the engine's own time"""
+LEAST_STEPS = 8
+"""before anything is said"""
 NUM_HELD = 15
 """newest passes of every size"""
 NUM_TRUSTED = 5
 """passes of a size after which it speaks for itself"""
 MOST_SIZES = 48
 """those seen last"""
-PACE_SHARE = 1 / 16
+PACE_SHARE = 1 / 64
 """of the newest pass in the pace"""
 
 
@@ -112,9 +114,11 @@ class Throughput:
         self._add(_Step(num_accepted + len(records), step.step_s, plain_s))
 
     def now(self) -> tuple[float, float] | None:
-        """Tokens per second with and without speculation; None before the first step."""
+        """Tokens per second with and without speculation; None while there is too little to go by."""
         num_emitted, step_s, plain_s = self._total
-        return (num_emitted / step_s, num_emitted / plain_s) if step_s > 0 and plain_s > 0 else None
+        if len(self._steps) < LEAST_STEPS or not (step_s > 0 and plain_s > 0):
+            return None
+        return num_emitted / step_s, num_emitted / plain_s
 
     def _add(self, step: _Step) -> None:
         self._steps.append(step)

@@ -29,12 +29,18 @@ class Pane {
 
   /** Take over from the request's row what it has gained. */
   follow(row) {
-    const fresh = row.pieces.slice(this.numShown);
-    if (!fresh.length) return;
-    if (this.numShown === 0) this.text.clear();
-    this.numShown = row.pieces.length;
+    if (row.numPieces === this.numShown) return;
+    const isNew = this.numShown === 0 || row.numPieces < this.numShown; // or the connection was lost meanwhile
+    const fresh = row.pieces.slice(isNew ? 0 : this.numShown - row.numPieces);
+    if (isNew) {
+      this.text.clear();
+      this.pieces = [];
+      this.frames = [];
+    }
+    this.numShown = row.numPieces;
     this.pieces.push(...fresh);
-    this.frames.push([performance.now() - this.first, this.pieces.length]);
+    const now = performance.now();
+    this.frames.push([now - (this.first ?? now), this.pieces.length]);
     this.text.add(fresh);
   }
 }

@@ -93,6 +93,7 @@ class Row {
 
   begin(update) {
     this.pieces = [];
+    this.numPieces = 0; // so far; the first of them may be gone
     this.points = [];
     this.maxTokens = update.max_tokens;
     this.text.clear();
@@ -109,6 +110,7 @@ class Row {
 
   update(update) {
     this.pieces.push(...update.pieces);
+    this.numPieces += update.pieces.length;
     this.pieces.splice(0, this.pieces.length - MOST_PIECES);
     this.points.push(...update.points);
     this.points.splice(0, this.points.length - MOST_POINTS);

@@ -366,6 +366,14 @@ def test_a_port_in_use_is_known_before_models_are_loaded(capsys: pytest.CaptureF
     assert f"Cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("uvicorn", "dsde.server.", "dsde.cli.serve"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert cli.run(["serve"]) == 1
+    assert 'pip install "dsde[server]"' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import threading
@@ -57,10 +58,18 @@ def url_of(listener: socket.socket) -> str:
 
 def serve(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> None:
     """Answer requests until a signal comes, or the engine fails: then raises `EngineStopped`."""
+    _allow_connections()
     server = Server(create_app(llm, settings), settings)
     server.run(sockets=[listener])
     if llm.failure is not None:
         raise EngineStopped(f"The engine failed: {llm.failure}.") from llm.failure
+
+
+def _allow_connections() -> None:
+    """As many as the system allows: by default many systems stop at a thousand open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Server(uvicorn.Server):

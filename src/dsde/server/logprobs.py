@@ -10,6 +10,10 @@ Positions = list[dict[int, Logprob]]
 """for every token its own entry first, then the likeliest"""
 
 
+LEAST = -9999.0
+"""stands for minus infinity, which JSON does not have"""
+
+
 def completion_logprobs(tokens: list[int], positions: Positions, first_offset: int) -> dict[str, Any]:
     """Offsets count characters of the tokens' own texts."""
     texts = [_text(position[token], token) for token, position in zip(tokens, positions, strict=True)]
@@ -18,8 +22,8 @@ def completion_logprobs(tokens: list[int], positions: Positions, first_offset: i
         offsets.append(offsets[-1] + len(text))
     return {
         "tokens": texts,
-        "token_logprobs": [position[token].logprob for token, position in zip(tokens, positions, strict=True)],
-        "top_logprobs": [{_text(one, token): one.logprob for token, one in position.items()} for position in positions],
+        "token_logprobs": [_value(position[token]) for token, position in zip(tokens, positions, strict=True)],
+        "top_logprobs": [{_text(one, token): _value(one) for token, one in position.items()} for position in positions],
         "text_offset": offsets[:-1],
     }
 
@@ -36,8 +40,12 @@ def chat_logprobs(tokens: list[int], positions: Positions, num_top: int) -> dict
 
 def _entry(one: Logprob, token: int) -> dict[str, Any]:
     text = _text(one, token)
-    return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+    return {"token": text, "logprob": _value(one), "bytes": list(text.encode())}
 
 
 def _text(one: Logprob, token: int) -> str:
     return f"token_id:{token}" if one.decoded_token is None else one.decoded_token
+
+
+def _value(one: Logprob) -> float:
+    return max(one.logprob, LEAST)

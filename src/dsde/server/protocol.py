@@ -17,10 +17,12 @@ from dsde.server.settings import MetricsLevel
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
 """every new token is compared with each of them"""
-MOST_BIASED = 1024
+MOST_ITEMS = 1024
+"""of a list: each costs time that others wait for"""
+MOST_MESSAGES = 4096
 
 UNIONS = {
-    "prompt": "a text, a list of token ids, or a list of either",
+    "prompt": f"a text, a list of token ids, or a list of at most {MOST_ITEMS} of either",
     "content": "a text or a list of parts of type text",
     "stop": f"a text or a list of at most {MOST_STOPS} texts, none of them empty",
     "speculation": '"on", "off" or a whole number',
@@ -34,6 +36,7 @@ def _whole(value: Any) -> Any:
 
 
 _Int = Annotated[int, BeforeValidator(_whole)]
+_Tokens = Annotated[list[int], Field(fail_fast=True)]  # or every one of a million elements would complain
 _Stop = Annotated[str, Field(min_length=1)]
 _PARAMS = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("logprobs", "logit_bias")]
 
@@ -56,6 +59,18 @@ def _unserved(*neutral: Any) -> Any:
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, body: Any) -> Any:
+        # Every wrong entry of an object would complain for itself, which takes long if there are a million.
+        if isinstance(body, dict):
+            if len(body) > 2 * len(cls.model_fields):
+                raise ValueError(f"The request has {len(body)} fields, more than there are")
+            for name, value in body.items():
+                if isinstance(value, dict) and len(value) > MOST_ITEMS:
+                    raise ValueError(f"{name} may have at most {MOST_ITEMS} entries, got {len(value)}")
+        return body
+
 
 class StreamOptions(_Body):
     include_usage: bool | None = Field(None, description="end with a chunk that has the usage and no choices")
@@ -76,13 +91,15 @@ class GenerationRequest(_Body):
     presence_penalty: float | None = _number("above 0: discourage tokens already generated", minimum=-2, maximum=2)
     frequency_penalty: float | None = _number("the same, by how often", minimum=-2, maximum=2)
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], float] | None = Field(
-        None, max_length=MOST_BIASED, description="token ids to -100..100"
+        None, max_length=MOST_ITEMS, description="token ids to -100..100"
     )
     seed: _Int | None = _number("makes the text depend on this number alone", minimum=-(2**63), maximum=2**64 - 1)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None = Field(
+    stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = Field(
         None, description="strings to end before"
     )
-    stop_token_ids: list[int] | None = Field(None, description="tokens to end with")
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MOST_ITEMS)] | None = Field(
+        None, description="tokens to end with"
+    )
     ignore_eos: bool | None = None
     n: _Int | None = _number("completions of every prompt", minimum=1, maximum=MOST_COMPLETIONS)
     stream: bool | None = None
@@ -129,7 +146,12 @@ class GenerationRequest(_Body):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="text or token ids, or several of them")
+    prompt: (
+        str
+        | _Tokens
+        | Annotated[list[str], Field(fail_fast=True, max_length=MOST_ITEMS)]
+        | Annotated[list[_Tokens], Field(fail_fast=True, max_length=MOST_ITEMS)]
+    ) = Field(description="text or token ids, or several of them")
     max_tokens: _Int | None = _number("most tokens to generate", 16, minimum=1)
     logprobs: _Int | None = _top("how many of the likeliest tokens to report beside each")
     echo: bool | None = _unserved(False)
@@ -159,7 +181,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
 
     def plain(self) -> dict[str, Any]:
         message = self.model_dump(exclude_unset=True)
@@ -169,7 +191,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[ChatMessage]
+    messages: list[ChatMessage] = Field(fail_fast=True, max_length=MOST_MESSAGES)
     max_completion_tokens: _Int | None = _number("most tokens to generate; also called max_tokens", minimum=1)
     logprobs: bool | None = None
     top_logprobs: _Int | None = _top("how many of the likeliest tokens to report at each place")
@@ -210,7 +232,9 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, description="instead of a prompt")
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = Field(
+        None, description="instead of a prompt"
+    )
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -224,4 +248,4 @@ class TokenizeRequest(_Body):
 
 class DetokenizeRequest(_Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: _Tokens

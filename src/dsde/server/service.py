@@ -77,7 +77,7 @@ class Service:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        return await self._work(sum(len(str(m.get("content"))) for m in messages), render)
+        return await self._work(sum(1 + len(str(message.get("content"))) for message in messages), render)
 
     async def text_of(self, tokens: list[int]) -> str:
         return await self._work(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special_tokens=False))

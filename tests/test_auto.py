@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import numpy as np
@@ -147,9 +148,18 @@ def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None
     assert (signals["rate"] > signals["rate_off"]).all()
 
 
-def drive(policy: Policy, rates: list[float], costs: Costs, num_seqs: int, seed: int = 0) -> list[int]:
-    """How many were drafted in steps whose drafts stand at these rates, whatever they look like."""
-    rng, drafted = np.random.default_rng(seed), []
+def drive(policy: Policy, rates: list[float], costs: Costs, num_seqs: int, warms_up: bool = False) -> list[int]:
+    """How many were drafted in steps whose drafts stand at these rates, whatever they look like.
+
+    With `warms_up` the first two passes of every shape take thirty times as long, as where graphs are captured.
+    """
+    rng, drafted = np.random.default_rng(0), []
+    uses: Counter[object] = Counter()
+
+    def slowness(shape: object) -> float:
+        uses[shape] += 1
+        return 30.0 if warms_up and uses[shape] <= 2 else 1.0
+
     for rate in rates:
         plan = policy.plan(batch(num_seqs))
         lengths = plan.lengths
@@ -161,8 +171,8 @@ def drive(policy: Policy, rates: list[float], costs: Costs, num_seqs: int, seed:
                 lengths.tolist(),
                 accepted.tolist(),
                 rng.random((total, 3)),
-                draft_s=costs.draft_s(lengths),
-                verify_s=costs.verify.seconds(num_seqs + total),
+                draft_s=costs.draft_s(lengths) * (slowness("draft") if total else 1.0),
+                verify_s=costs.verify.seconds(num_seqs + total) * slowness(round(4 * np.log2(num_seqs + total))),
             )
         )
         drafted.append(total)
@@ -175,6 +185,12 @@ def test_it_stops_where_drafting_cannot_pay_and_looks_again_at_a_bounded_price()
     quiet = drafted[200:600]
     assert sum(count > 0 for count in quiet) < 0.1 * len(quiet)
     assert sum(count > 0 for count in drafted[-100:]) > 90
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8])
+def test_slow_first_passes_do_not_put_it_off(num_seqs: int) -> None:
+    drafted = drive(Auto(), [0.9] * 400, MEMORY_BOUND, num_seqs, warms_up=True)
+    assert sum(count > 0 for count in drafted[100:]) > 0.95 * len(drafted[100:])
 
 
 def stream(spec: str, telling: bool, num_tokens: int = 128) -> Requests:

@@ -22,6 +22,8 @@ HIGHEST_OUTLOOK = 0.999
 _LEVELS = np.geomspace(0.01, 0.99, 24)
 _FEW = 200
 """tokens of which every one's chance is tried as a level"""
+NUM_TRIED = 4
+"""measurements of a size before it is believed"""
 FIRST_REACH = 2
 """tokens that the first drafts may have; twice as many after every step that drafted"""
 GAIN_MEMORY = 128.0
@@ -64,7 +66,8 @@ class Auto(Policy):
     def __init__(self, max: int = 20, cost: CostModel | None = None) -> None:
         check_whole("max", max, 1, LONGEST)
         self.max = max
-        self.cost = cost or CostModel()
+        # On a device the first two passes of a shape are slow, and whoever they put off would never see a third.
+        self.cost = cost or CostModel(num_trusted=NUM_TRIED, num_tried=NUM_TRIED)
         self.acceptance = AcceptanceModel()
         self._gain = 1.0
         """realised over planned rate while drafting, lately"""

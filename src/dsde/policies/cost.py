@@ -51,8 +51,9 @@ class Curve:
     that contradict this the smaller size is lowered, because a step is slow by accident but hardly ever fast.
     """
 
-    def __init__(self, prior_s: float) -> None:
+    def __init__(self, prior_s: float, num_trusted: int = NUM_TRUSTED) -> None:
         self.prior_s = prior_s
+        self.num_trusted = num_trusted
         self._held = np.zeros((NUM_BUCKETS, NUM_HELD))
         self._num_seen = np.zeros(NUM_BUCKETS, np.int64)
         self._seen_at = np.zeros(NUM_BUCKETS, np.int64)
@@ -98,14 +99,12 @@ class Curve:
     def _typical(self, index: int) -> float:
         num = min(int(self._num_seen[index]), NUM_HELD)
         held = np.sort(self._held[index, :num])
-        return float(held[0] if num <= NUM_TRUSTED else held[(num - 1) // 2])
+        return float(held[0] if num <= self.num_trusted else held[(num - 1) // 2])
 
     def _rebuild(self) -> None:
         silent = self.num_measured - self._seen_at > LONGEST_SILENCE
         self._num_seen[silent] = 0
-        known = self._num_seen >= NUM_TRUSTED
-        if not known.any():
-            known = self._num_seen > 0
+        known = next(known for num in (self.num_trusted, NUM_TRUSTED, 1) if (known := self._num_seen >= num).any())
         places = np.flatnonzero(known)
         ratios = np.interp(np.arange(NUM_BUCKETS), places, self._ratios[places])
         table = self.prior_s * ratios * _FLAT_THEN_LINEAR
@@ -182,9 +181,11 @@ class CostModel:
     One model belongs to one policy or stage, which hands every outcome to `observe`.
     """
 
-    def __init__(self) -> None:
-        self._verify = Curve(VERIFY_S)
-        self._draft = Curve(VERIFY_S * DRAFT_SHARE)
+    def __init__(self, num_trusted: int = NUM_TRUSTED, num_tried: int = 1) -> None:
+        """A draft pass is believed to cost what it does once `num_tried` steps have drafted, and not before."""
+        self._num_tried = num_tried
+        self._verify = Curve(VERIFY_S, num_trusted)
+        self._draft = Curve(VERIFY_S * DRAFT_SHARE, num_trusted)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
         self._num_unclean = 0
@@ -196,7 +197,7 @@ class CostModel:
 
     def draft_s(self, batch_sizes: ArrayLike) -> FloatArray:
         """Of one draft pass with so many sequences in it."""
-        if self._draft.num_measured:
+        if self._draft.num_measured >= self._num_tried:
             return self._draft.seconds(batch_sizes)
         return DRAFT_SHARE * self._verify.seconds(batch_sizes)
 

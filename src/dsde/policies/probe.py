@@ -13,6 +13,8 @@ from dsde.policies.cost import CostModel, StepCost
 
 SHARE = 0.01
 """of the time without speculation, that may go into probes"""
+MOST_STEPS = 2.0
+"""without drafts, that a probe is taken to cost at most"""
 NUM_TOKENS = 4
 """tested by a probe, at least, over the batch"""
 
@@ -48,5 +50,7 @@ class Probe:
         verify_s = self.cost.verify_s([base, base + int(np.minimum(length, batch.rooms).sum())])
         catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
         price_s = length * float(self.cost.draft_s(num)) + float(verify_s[1] - verify_s[0]) + catch_up_s
+        # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
+        price_s = min(price_s, MOST_STEPS * float(verify_s[0]))
         self._saved_s = min(self._saved_s, 2 * price_s)
         return price_s

@@ -98,6 +98,7 @@ BAD: dict[str, tuple[tuple[str, bytes], int, str]] = {
     "presence_penalty": (completion(presence_penalty=3), 400, "presence_penalty"),
     "frequency_penalty": (completion(frequency_penalty=-3), 400, "frequency_penalty"),
     "repetition_penalty": (completion(repetition_penalty=0), 400, "repetition_penalty"),
+    "repetition_penalty next to nothing": (completion(repetition_penalty=5e-324), 400, "repetition_penalty"),
     "n zero": (completion(n=0), 400, "n must be"),
     "n huge": (completion(n=10**6), 400, "n must be"),
     "n more than there is room for": (completion(n=1000), 400, "1000 completions at once"),

@@ -14,6 +14,9 @@ GREEDY_BELOW = 1e-5
 LONGEST_DRAFT = 128
 """Most tokens that anybody may ask to be drafted in one step."""
 MOST_COMPLETIONS = 1024
+PENALTY_RANGE = (0.01, 100.0)
+"""of repetition_penalty: logits multiplied or divided by more would no longer be finite"""
+LEAST_TPOT_MS = 0.001
 
 Speculation = Literal["on", "off"] | int
 
@@ -67,7 +70,7 @@ class SamplingParams:
         self._check_whole("top_k", self.top_k, -1)
         self._check_real("top_p", self.top_p, 0.0, 1.0, open_below=True)
         self._check_real("min_p", self.min_p, 0.0, 1.0)
-        self._check_real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
+        self._check_real("repetition_penalty", self.repetition_penalty, *PENALTY_RANGE)
         self._check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         self._check_bias()
@@ -82,7 +85,7 @@ class SamplingParams:
                 raise InvalidInput(f'speculation must be "on", "off" or a whole number, got "{self.speculation}".')
             self._check_whole("speculation", self.speculation, 0, LONGEST_DRAFT)
         if self.slo_tpot_ms is not None:
-            self._check_real("slo_tpot_ms", self.slo_tpot_ms, 0.0, math.inf, open_below=True)
+            self._check_real("slo_tpot_ms", self.slo_tpot_ms, LEAST_TPOT_MS, math.inf)
 
     @property
     def greedy(self) -> bool:

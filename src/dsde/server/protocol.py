@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from dsde.core.params import LONGEST_DRAFT, MOST_COMPLETIONS, SamplingParams
+from dsde.core.params import LEAST_TPOT_MS, LONGEST_DRAFT, MOST_COMPLETIONS, PENALTY_RANGE, SamplingParams
 from dsde.server.settings import MetricsLevel
 
 MOST_LOGPROBS = 20
@@ -87,7 +87,9 @@ class GenerationRequest(_Body):
     top_p: float | None = _number("keep the likeliest tokens up to this mass", exclusiveMinimum=0, maximum=1)
     top_k: _Int | None = _number("keep so many of the likeliest tokens; 0 or -1: all", minimum=-1)
     min_p: float | None = _number("drop tokens less likely than this share of the best", minimum=0, maximum=1)
-    repetition_penalty: float | None = _number("above 1: discourage tokens already seen", exclusiveMinimum=0)
+    repetition_penalty: float | None = _number(
+        "above 1: discourage tokens already seen", minimum=PENALTY_RANGE[0], maximum=PENALTY_RANGE[1]
+    )
     presence_penalty: float | None = _number("above 0: discourage tokens already generated", minimum=-2, maximum=2)
     frequency_penalty: float | None = _number("the same, by how often", minimum=-2, maximum=2)
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], float] | None = Field(
@@ -109,7 +111,7 @@ class GenerationRequest(_Body):
         minimum=0,
         maximum=LONGEST_DRAFT,
     )
-    slo_tpot_ms: float | None = _number("milliseconds a token that this request wants to be met", exclusiveMinimum=0)
+    slo_tpot_ms: float | None = _number("milliseconds a token that this request wants to be met", minimum=LEAST_TPOT_MS)
     spec_decode_metrics: MetricsLevel | None = Field(None, description="what to tell of speculation in `metrics`")
 
     user: str | None = Field(None, description="has no effect")

@@ -22,7 +22,7 @@ from dsde.simulation.traces import Recorded
 
 TRACE = Path(__file__).parent / "traces" / "qwen2.5_coder_1.5b_0.5b.json"
 STATIC = [f"static:{length}" for length in (1, 2, 3, 4, 5, 6, 8, 10)]
-RIVALS = ["goodput:per=sequence", "svip|meancap", "adaedl|meancap", "tapout", "dsde"]
+RIVALS = ["goodput:per=sequence", "nightjar", "svip", "adaedl", "dsde"]
 
 
 def categories(trace: Path, num_tokens: int) -> dict[str, Requests]:
@@ -39,6 +39,42 @@ def categories(trace: Path, num_tokens: int) -> dict[str, Requests]:
     return requests
 
 
+def log_losses(trace: Path) -> dict[str, float]:
+    """Of a logistic regression of agreement on what is known of a position, fitted to the whole trace."""
+    records = json.loads(trace.read_text(encoding="utf-8"))
+    agreed = np.concatenate([r["match"] for r in records]).astype(float)
+    looks = {
+        "entropy": np.sqrt(np.concatenate([r["draft_entropy"] for r in records])),
+        "top probability": np.concatenate([r["draft_top_prob"] for r in records]),
+        "margin": np.concatenate([r["draft_margin"] for r in records]),
+        "recent acceptance": np.concatenate([recent(r["match"], 0.75, 4.0, 0.95) for r in records]),
+        "recent KLD": np.sqrt(np.concatenate([recent(r["kl"], 0.5, 1.0, 0.9) for r in records])),
+    }
+    own, history = ["entropy", "top probability", "margin"], ["recent acceptance", "recent KLD"]
+    sets = [[], ["entropy"], ["margin"], own, history[:1], history, own + history]
+    return {" + ".join(names) or "nothing": fit(agreed, [looks[name] for name in names]) for names in sets}
+
+
+def recent(values: list[float], prior: float, weight: float, kept: float) -> list[float]:
+    """Fading mean of what came before each position."""
+    means, total, count = [], 0.0, 0.0
+    for value in values:
+        means.append((total + weight * prior) / (count + weight))
+        total, count = kept * total + value, kept * count + 1
+    return means
+
+
+def fit(agreed: np.ndarray, columns: list[np.ndarray]) -> float:
+    x = np.column_stack([np.ones(len(agreed)), *columns])
+    weights = np.zeros(x.shape[1])
+    for _ in range(30):
+        chances = 1 / (1 + np.exp(-x @ weights))
+        curvature = x.T @ (x * (chances * (1 - chances))[:, None]) + 1e-6 * np.eye(x.shape[1])
+        weights += np.linalg.solve(curvature, x.T @ (agreed - chances))
+    chances = np.clip(1 / (1 + np.exp(-x @ weights)), 1e-9, 1 - 1e-9)
+    return float(-(agreed * np.log(chances) + (1 - agreed) * np.log(1 - chances)).mean())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, default=TRACE)
@@ -48,7 +84,9 @@ def main() -> None:
     options = parser.parse_args()
     costs = make_costs(options.costs)
     requests = categories(options.trace, options.tokens)
-    for batch_size in map(int, options.batches.split(",")):
+    for names, loss in log_losses(options.trace).items():
+        print(f"log-loss knowing {names}: {loss:.3f}", flush=True)
+    for batch_size in map(int, options.batches.split(",") if options.batches else []):
         print(f"\n| batch {batch_size} | best static | {' | '.join(RIVALS)} | auto | auto / best static |")
         print("| --- |" + " --- |" * (len(RIVALS) + 3))
         ratios = []

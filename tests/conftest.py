@@ -43,6 +43,10 @@ if find_spec("triton") is not None and not torch.cuda.is_available():
 # A machine that only measures or only tests kernels need not have what a server or llama.cpp's reader is made of.
 collect_ignore_glob = [
     pattern
-    for package, pattern in (("fastapi", "test_server*.py"), ("fastapi", "test_dashboard*.py"), ("gguf", "test_gguf.py"))
+    for package, pattern in (
+        ("fastapi", "test_server*.py"),
+        ("fastapi", "test_dashboard*.py"),
+        ("gguf", "test_gguf.py"),
+    )
     if find_spec(package) is None
 ]

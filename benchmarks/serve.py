@@ -252,15 +252,20 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
+def models(options: argparse.Namespace) -> list[str]:
+    chosen = {"--target": options.target, "--draft": options.draft, "--policy": options.policy}
+    return [part for name, value in chosen.items() if value for part in (name, value)]
+
+
 def load(options: argparse.Namespace) -> int:
     places = ("--max-num-seqs", str(options.max_num_seqs), "--kv-cache-bytes", str(options.kv_cache_mb << 20))
-    with started(*places, "--drain-timeout", "300", "--policy", options.policy) as server:
+    with started(*models(options), *places, "--drain-timeout", "300") as server:
         tally, memory, quiet = asyncio.run(run_load(server, options))
         end, code, drain_s = asyncio.run(run_end(server, options))
         logged = list(server.logged())
     queues = [line["queue_s"] for line in logged if "queue_s" in line]
     finished = tally.finished + end.finished
-    llm = LLM(policy="off", max_num_seqs=options.max_num_seqs)
+    llm = LLM(options.target, "none", max_num_seqs=options.max_num_seqs)
     expected = expected_texts(llm, [body for body, _ in finished])
     wrong = [(body, texts, right) for (body, texts), right in zip(finished, expected, strict=True) if texts != right]
     third = max(len(memory) // 3, 1)
@@ -318,10 +323,10 @@ async def stream_all(port: int, prompts: list[str], tokens: int) -> int:
 
 def overhead(options: argparse.Namespace) -> int:
     rng = random.Random(options.seed)
-    llm = LLM(policy=options.policy, max_num_seqs=options.clients)
+    llm = LLM(options.target, options.draft, options.policy, max_num_seqs=options.clients)
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
     best = {"generate": 0.0, "http": 0.0}
-    with started("--max-num-seqs", str(options.clients), "--policy", options.policy) as server:
+    with started(*models(options), "--max-num-seqs", str(options.clients)) as server:
         for number in range(options.rounds + 1):
             # New prompts every round, so that nothing comes from a prefix cache.
             prompts = [" ".join(rng.choices(WORDS, k=16)) for _ in range(options.clients)]
@@ -356,6 +361,8 @@ def main() -> int:
     parser.add_argument("--clients", type=int, help="default: 200, or 32 for overhead")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--kv-cache-mb", type=int, default=256)
+    parser.add_argument("--target", help="default: the embedded pair")
+    parser.add_argument("--draft")
     parser.add_argument("--policy", default="dsde")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)

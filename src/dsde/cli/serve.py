@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -12,11 +15,13 @@ from dsde.server.lifecycle import bind, serve, url_of
 from dsde.server.logs import set_up_logs
 from dsde.server.settings import ServerSettings
 
+T = TypeVar("T")
+
 
 def run_serve(choice: ModelChoice, settings: ServerSettings, limits: dict[str, int | None]) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with bind(settings) as listener:
-        llm = choice.load(**limits)
+        llm = _elsewhere(lambda: choice.load(**limits))
         if settings.model_name == ServerSettings.model_name:
             settings = replace(settings, model_name=llm.target)
         set_up_logs(settings.log_format)
@@ -30,3 +35,14 @@ def run_serve(choice: ModelChoice, settings: ServerSettings, limits: dict[str, i
             serve(engine, settings, listener)
         finally:
             engine.shutdown()
+
+
+def _elsewhere(load: Callable[[], T]) -> T:
+    """The result of `load` on a thread that ends with it.
+
+    Whoever multiplies matrices gets threads of GNU OpenMP of its own, and as soon as there are more of these than
+    cores, all of them go to sleep between any two products. Only the engine's thread may have some: a step on two
+    cores takes 10 % longer beside those of a thread that has loaded models and never needs them again.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="dsde-load") as pool:
+        return pool.submit(load).result()

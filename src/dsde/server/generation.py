@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -94,8 +94,8 @@ class GenerationResponse(Response):
                 record.outputs = list(self._outputs.values())
 
     async def _answer(self) -> dict[str, Any]:
-        async with asyncio.timeout(self._service.settings.request_timeout_s):
-            async for _ in self._events():
+        async with asyncio.timeout(self._service.settings.request_timeout_s), aclosing(self._events()) as events:
+            async for _ in events:
                 pass
         choices = [
             self._generation.writer.choice(place * self._generation.params.n + output.index, output)
@@ -108,8 +108,8 @@ class GenerationResponse(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async with asyncio.timeout(self._service.settings.request_timeout_s):
-                async for line in self._lines():
+            async with asyncio.timeout(self._service.settings.request_timeout_s), aclosing(self._lines()) as lines:
+                async for line in lines:
                     await send({"type": "http.response.body", "body": line, "more_body": True})
         except Exception as error:  # too late for a status: the stream itself must tell
             last = _line(_dumps(as_api_error(error).body()))
@@ -119,7 +119,7 @@ class GenerationResponse(Response):
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _lines(self) -> AsyncIterator[bytes]:
+    async def _lines(self) -> AsyncGenerator[bytes]:
         """Server-sent events."""
         generation = self._generation
         writer, n = generation.writer, generation.params.n
@@ -129,11 +129,12 @@ class GenerationResponse(Response):
         for index in range(generation.num_choices):
             if (opening := writer.opening(index)) is not None:
                 yield _line(head + _dumps(opening) + tail)
-        async for event in self._events():
-            # A step may have added nothing that can be shown yet: half a character, or what may become a stop string.
-            if event.text or event.finish_reason or event.logprobs:
-                index = self._places[event.request_id] * n + event.index
-                yield _line(head + _dumps(writer.piece(index, event)) + tail)
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                # Nothing may be to be shown yet: half a character, or what may become a stop string.
+                if event.text or event.finish_reason or event.logprobs:
+                    index = self._places[event.request_id] * n + event.index
+                    yield _line(head + _dumps(writer.piece(index, event)) + tail)
         closing = self._closing()
         if not wants_usage:
             del closing["usage"]
@@ -141,7 +142,7 @@ class GenerationResponse(Response):
             yield _line(_dumps({**self._head(writer.chunk_name), "choices": [], **closing}))
         yield _line("[DONE]")
 
-    async def _events(self) -> AsyncIterator[StreamChunk]:
+    async def _events(self) -> AsyncGenerator[StreamChunk]:
         """Chunks; finished requests are kept."""
         trace = self._level == "detailed"
         submissions = [

@@ -75,7 +75,7 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # Unlike `encode` this one lets other threads run meanwhile, which counts where a prompt has a million characters.
+        # Unlike `encode` this one lets other threads run meanwhile: it counts where a prompt has a million characters.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

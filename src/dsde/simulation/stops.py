@@ -1,4 +1,4 @@
-"""Rules of a policy that end drafts early, on what a simulation knows of the draft: three signals of its distribution."""
+"""Rules of a policy that end drafts early, on what a simulation knows of the draft: signals of its distribution."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A file is a JSON list of objects, one a request: `match` (1 where the greedy choices of target and draft agree) and `kl`
 for every token; `overlap` (probability that a sampled token is accepted), `draft_entropy`, `draft_top_prob`,
-`draft_margin` and `prompt_tokens` may be there. Recorded along the target's own text. Knows nothing of policies, costs and time.
+`draft_margin` and `prompt_tokens` may be there. Recorded along the target's own text. Knows nothing of policies, costs
+and time.
 """
 
 from __future__ import annotations

@@ -101,6 +101,17 @@ def test_the_same_command_measures_nothing_twice(
     assert "tokens/s" in capsys.readouterr().out
 
 
+def test_prompts_of_a_file_are_asked(pair: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    rows = [{"category": "qa", "turns": ["Why?"]}, {"category": "rag", "turns": ["Where?"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    arguments = ["--workload", str(path), "--policies", "off,static:2", *FEW, *pair, "--out", str(out)]
+    assert cli.run(["bench", *arguments]) == 0
+    assert load_results(out / "results.json").cells[0].kinds == ["qa", "rag"]
+    assert "Speed: questions, batch 1, temperature 0" in (out / "report.md").read_text()
+
+
 def test_results_of_another_command_are_not_overwritten(
     out: Path, pair: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

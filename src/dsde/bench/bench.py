@@ -117,7 +117,7 @@ class Bench:
         contenders = [c for c in self.contenders if c.name in cell.contenders]
         if cell.num_rounds == self.results.setting.rounds:
             return
-        label = f"{key.workload}, batch {key.batch_size}, T {key.temperature:g}"
+        label = f"{cell.name}, batch {key.batch_size}, T {key.temperature:g}"
         for contender in contenders:
             self._warm_up(contender, key, tasks, f"{label}: {contender.name}, warming up")
         while cell.num_rounds < self.results.setting.rounds:

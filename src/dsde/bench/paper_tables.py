@@ -29,7 +29,7 @@ def latency(results: Results, summaries: Sequence[CellSummary]) -> list[Table]:
             profiling_s += searched_s
             entries = [_seconds(row.latency_s) for row in found]
             entries[1] += f" ({best.contender})"
-            rows.append([summary.cell.workload, *entries, f"{searched_s:.0f} s"])
+            rows.append([summary.cell.name, *entries, f"{searched_s:.0f} s"])
         means = [total / len(cells) for total in totals]
         rows.append(["mean", *map(_seconds, means), f"{profiling_s:.0f} s"])
         rows.append(["of best static", *(f"{mean / means[1]:.0%}" for mean in means), ""])
@@ -125,7 +125,7 @@ def sensitivity(results: Results, summaries: Sequence[CellSummary]) -> list[Tabl
                 if row.contender.partition(":")[0] == name
             ]
             headings = ["", "tokens/s", "vs off", f"vs {name}", "accepted", "length"]
-            title = f"Sensitivity of {name}: {summary.cell.workload}, temperature {summary.cell.temperature:g}"
+            title = f"Sensitivity of {name}: {summary.cell.name}, temperature {summary.cell.temperature:g}"
             tables.append(Table(title, headings, rows, "One option at a time; we know of no figures of the paper."))
     return tables
 

@@ -107,7 +107,7 @@ def throughput(summaries: Sequence[CellSummary], palette: dict[str, Look]) -> Fi
     sizes = [summary.cell.batch_size for summary in shown]
     relative.set_xscale("log", base=2)
     relative.set_xticks(sizes, [str(size) for size in sizes])
-    relative.set_xlabel(f"batch size ({first.workload}, temperature {first.temperature:g})")
+    relative.set_xlabel(f"batch size ({first.name}, temperature {first.temperature:g})")
     relative.set_ylabel("times off")
     relative.axhline(1, color=MUTED, linewidth=1)
     absolute.set_yscale("log")

@@ -90,6 +90,11 @@ class Cell:
         return CellKey(self.workload, self.batch_size, self.temperature)
 
     @property
+    def name(self) -> str:
+        """of the workload: of a file without its folder and ending"""
+        return self.workload.rpartition("/")[2].partition(".")[0]
+
+    @property
     def num_rounds(self) -> int:
         """rounds that every contender has finished"""
         return min((len(findings.rounds) for findings in self.contenders.values()), default=0)

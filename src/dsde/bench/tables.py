@@ -13,7 +13,7 @@ NOTHING = "-"
 
 
 def label(cell: Cell) -> str:
-    return f"{cell.workload}, batch {cell.batch_size}, temperature {cell.temperature:g}"
+    return f"{cell.name}, batch {cell.batch_size}, temperature {cell.temperature:g}"
 
 
 def overview(summaries: Sequence[CellSummary]) -> Table:

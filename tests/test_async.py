@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from dsde import InvalidInput, RequestOutput, SamplingParams, StreamChunk
 from dsde.core.errors import OutOfMemory
-from dsde.engine.async_llm import AsyncLLM, EngineStopped
+from dsde.engine.async_llm import AsyncLLM, EngineStopped, Submission
 from dsde.engine.engine import StepOutput
 from tiny import complete, make_engine, tiny_model
 
@@ -138,3 +139,39 @@ def test_short_memory_fails_those_who_run_and_nobody_after(llm: AsyncLLM, monkey
 
     [expected] = complete(make_engine(TARGET, None), [[1, 2]], GREEDY)
     assert asyncio.run(in_turn()).outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_requests_that_belong_together_are_taken_together_or_not_at_all(llm: AsyncLLM) -> None:
+    prompts = [[1, 2], [3, 4], [5, 6]]
+
+    async def together() -> dict[str, list[int]]:
+        submissions = [Submission(prompt, GREEDY, f"part-{i}") for i, prompt in enumerate(prompts)]
+        events = [event async for event in llm.generate_all(submissions)]
+        return {e.request_id: e.outputs[0].token_ids for e in events if isinstance(e, RequestOutput)}
+
+    async def with_a_bad_one() -> None:
+        submissions = [Submission([1], LONG, "good"), Submission([], LONG, "bad")]
+        with pytest.raises(InvalidInput, match="empty"):
+            await anext(llm.generate_all(submissions))
+
+    alone = complete(make_engine(TARGET, None), prompts, GREEDY)
+    expected = {f"part-{i}": output.outputs[0].token_ids for i, output in enumerate(alone)}
+    assert asyncio.run(together()) == expected
+    asyncio.run(with_a_bad_one())
+    assert not llm.engine.requests
+
+
+def test_questions_are_answered_between_steps(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        stream = llm.generate([1, 2, 3], LONG)
+        await anext(stream)
+        seen = await llm.ask(lambda engine: (threading.current_thread().name, len(engine.requests)))
+        assert seen == ("dsde-engine", 1)
+        with pytest.raises(ZeroDivisionError):
+            await llm.ask(lambda engine: 1 // len(engine.intake.eos_token_ids))
+        await stream.aclose()
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineStopped):
+            await llm.ask(lambda engine: 1)
+
+    asyncio.run(ask())

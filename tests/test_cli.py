@@ -130,7 +130,13 @@ def test_a_demo_compares_the_modes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_interrupt_ends_cleanly() -> None:
     command = [sys.executable, "-m", "dsde", "generate", "Tell me a long story.", "--max-tokens", "2000"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # Whatever a shell starts in the background ignores interrupts, and so would whatever that starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     process.stdout.read(1)

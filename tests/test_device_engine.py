@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 import plain_kernels
 from dsde import RequestOutput, SamplingParams
 from dsde.core.errors import OutOfMemory
+from dsde.core.rng import derive_stream
 from dsde.core.selection import VerifyBudget
 from dsde.core.stops import Signal, Stop, StopAfter, StopBefore, StopByWorth, TokenSignal
 from dsde.device import backend
@@ -42,6 +43,7 @@ from dsde.models.batch import BLOCK_SIZE
 from dsde.models.decoder import Decoder
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy
 from dsde.sampling.kernels import DrawMode
+from dsde.verification.synthetic import kind_of
 from test_lossless_distribution import (
     LENGTH,
     PROMPT,
@@ -1158,6 +1160,19 @@ def test_synthetic_acceptance(kernels: Way, temperature: float, rate: float) -> 
     assert stats.binomtest(sum(map(sum, stood)), sum(map(len, stood)), rate).pvalue > TOO_UNLIKELY
     # A coin for every step, not one for every sequence.
     assert any(0 < sum(one) < len(one) for one in stood)
+
+
+def test_synthetic_acceptance_by_request(kernels: Way) -> None:
+    rates = ((0.0,), (1.0, 0.0))
+    engine = kernels.engine("far", "static:2", synthetic_acceptance=rates)
+    names = [
+        engine.add([1, 3], SamplingParams(max_tokens=8, seed=seed, temperature=0), trace=True) for seed in range(4)
+    ]
+    done = run(engine)
+    kinds = [kind_of(derive_stream(seed, 0), len(rates)) for seed in range(4)]
+    assert set(kinds) == {0, 1}
+    for name, kind in zip(names, kinds, strict=True):
+        assert {record.accepted for record in done[name].metrics.trace or [] if record.drafted} == {kind}
 
 
 # Devices only

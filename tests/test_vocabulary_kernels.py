@@ -18,6 +18,7 @@ from dsde.sampling.kernels import DraftStore, DrawMode, Draws, exponentials, sam
 from dsde.sampling.truncation import _edge
 from dsde.verification.divergence import kl_divergence, point_mass_divergence
 from dsde.verification.kernels import Findings, Judgement, judge
+from dsde.verification.synthetic import kind_of
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -267,7 +268,7 @@ def play(
     sampled: bool = True,
     truncated: bool = False,
     point_mass: bool = False,
-    rates: list[float] | None = None,
+    rates: list[list[float]] | None = None,
 ) -> Round:
     """`target` [sequences * (longest + 1), vocab] and `draft` [sequences * longest, vocab] hold enough rows."""
     count, longest = len(lengths), max(lengths)
@@ -299,7 +300,7 @@ def coin(draws: Draws, sequence: int, depth: int) -> float:
     return float(word) / 2**32
 
 
-def check(played: Round, *, point_mass: bool = False, rates: list[float] | None = None) -> None:
+def check(played: Round, *, point_mass: bool = False, rates: list[list[float]] | None = None) -> None:
     """Everything that was found, against the rules written out."""
     draws, found, store = played.draws, played.findings, played.store
     for sequence, length in enumerate(played.lengths):
@@ -326,7 +327,8 @@ def check(played: Round, *, point_mass: bool = False, rates: list[float] | None 
                 own = int(((rest if rest.sum() > 1e-9 else p) / noise).argmax())
                 stands = bool(coin(draws, sequence, depth) * q[drafted] < p[drafted])
             if rates is not None:
-                stands = coin(draws, sequence, depth) < rates[depth]
+                kind = kind_of(int(draws.seeds[sequence, 0]), len(rates))
+                stands = coin(draws, sequence, depth) < rates[kind][depth]
             expected.append(drafted if stands else own)
             if not stands:
                 break
@@ -393,9 +395,9 @@ def test_ragged_batch_of_all_modes() -> None:
 
 
 @pytest.mark.parametrize("mode", [GREEDY, RATIO, MATCH])
-def test_synthetic_acceptance(mode: int) -> None:
+@pytest.mark.parametrize("rates", [[[0.7, 0.3]], [[0.0, 0.0], [1.0, 1.0], [0.7, 0.3]]])
+def test_synthetic_acceptance(mode: int, rates: list[list[float]]) -> None:
     target, draft = make_pair(3, 2, 64, torch.float32, 9)
-    rates = [0.7, 0.3]
     played = play([2, 1, 2], make_draws([mode] * 3, seed=4), target, draft, sampled=mode != GREEDY, rates=rates)
     check(played, rates=rates)
 
@@ -415,7 +417,7 @@ def test_nothing_drafted() -> None:
 def test_where_nothing_is_left_of_p_minus_q_p_is_drawn_from() -> None:
     target, _ = make_pair(2, 1, 64, torch.float32, 11)
     draws = make_draws([RATIO, RATIO])
-    played = play([1, 1], draws, target, target[[1, 3]], rates=[0.0])
+    played = play([1, 1], draws, target, target[[1, 3]], rates=[[0.0]])
     assert played.findings.accepted.tolist() == [0, 0]
     assert not played.findings.klds.any()
     for sequence in range(2):

@@ -35,6 +35,7 @@ from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, RaggedRows, power_of_2
 from dsde.verification import Verdict
 from dsde.verification.kernels import Findings, Judgement, judge
+from dsde.verification.synthetic import table
 
 IntArray = NDArray[np.int64]
 
@@ -120,7 +121,8 @@ class DeviceExecutor:
             self.drafts = Drafts(1, self.model.dtype, tokens)
         self.passes = PassRunner(self.model.heads, tokens, self._body)
         self.clock = Clock(self.device)
-        self._rates = _by_depth(host.synthetic_acceptance, self.device)
+        rates = host.synthetic_acceptance
+        self._rates = None if rates is None else torch.from_numpy(table(rates, LONGEST_DRAFT)).to(self.device)
         self._logits = torch.empty((0, vocab_size), dtype=self.model.dtype, device=self.device)
         # All verdicts are written to the same place, where a draft that reads ahead looks for them.
         self._findings = torch.zeros(
@@ -425,10 +427,3 @@ class DeviceExecutor:
 
 def _do_nothing(_: DeviceProposals) -> None:
     pass
-
-
-def _by_depth(rates: tuple[float, ...] | None, device: torch.device) -> torch.Tensor | None:
-    if rates is None:
-        return None
-    by_depth = [rates[min(depth, len(rates) - 1)] for depth in range(LONGEST_DRAFT)]
-    return torch.tensor(by_depth, dtype=torch.float32, device=device)

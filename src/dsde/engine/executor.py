@@ -24,6 +24,7 @@ from dsde.engine.scheduler import Schedule
 from dsde.engine.target import TargetRunner
 from dsde.sampling import Sampler
 from dsde.verification import Verdict, verify
+from dsde.verification.synthetic import SyntheticRates
 
 IntArray = NDArray[np.int64]
 
@@ -160,7 +161,7 @@ class HostExecutor:
         target: TargetRunner,
         drafter: Drafter | None,
         sampler: Sampler,
-        synthetic_acceptance: tuple[float, ...] | None,
+        synthetic_acceptance: SyntheticRates | None,
     ) -> None:
         self.target = target
         self.drafter = drafter

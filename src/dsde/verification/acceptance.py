@@ -25,6 +25,7 @@ from dsde.sampling import Distributions, Rows, Sampler, distributions
 from dsde.sampling.sampler import invert, keyed_uniforms
 from dsde.verification.divergence import kl_divergence, point_mass_divergence
 from dsde.verification.leniency import consult
+from dsde.verification.synthetic import SyntheticRates, rates_of
 
 IntArray = NDArray[np.int64]
 
@@ -49,7 +50,7 @@ def verify(
     proposals: Proposals,
     sampler: Sampler,
     want_klds: bool,
-    synthetic_acceptance: tuple[float, ...] | None = None,
+    synthetic_acceptance: SyntheticRates | None = None,
     leniency: tuple[Consultant, NDArray[np.bool_]] | None = None,
 ) -> Verdict:
     """Judge proposals. `logits` holds 1 + lengths[i] rows for sequence i: one per drafted token and one beyond.
@@ -95,14 +96,14 @@ def _uses_ratio(sequence: Sequence) -> bool:
     return not sequence.params.greedy and not sequence.coupled
 
 
-def _toss(sequences: list[Sequence], proposals: Proposals, rates: tuple[float, ...]) -> torch.Tensor:
-    """[sequences, K] whether a token stands by chance alone; the last rate serves all places beyond."""
+def _toss(sequences: list[Sequence], proposals: Proposals, rates: SyntheticRates) -> torch.Tensor:
+    """[sequences, K] whether a token stands by chance alone."""
     num_seqs, longest = proposals.tokens.shape
     owners, depths = np.divmod(np.arange(num_seqs * longest), max(longest, 1))
     u = keyed_uniforms(sequences, owners, depths, Purpose.ACCEPT).view(num_seqs, longest)
-    by_depth = torch.tensor([rates[min(depth, len(rates) - 1)] for depth in range(longest)], dtype=u.dtype)
+    chances = torch.from_numpy(rates_of(sequences, rates, longest)).to(u.dtype)
     valid = np.arange(longest) < proposals.lengths[:, None]
-    return ((u < by_depth) & torch.from_numpy(valid)).to(proposals.tokens.device)
+    return ((u < chances) & torch.from_numpy(valid)).to(proposals.tokens.device)
 
 
 class _ProbRows:

@@ -125,8 +125,8 @@ def judge(
 
     Without a store nothing was drafted and every sequence just gets its next token. Without `sampled` all sequences
     are greedy, without `truncated` none has min_p, top_k or top_p. With `point_mass` drafted tokens were chosen
-    without logits: the store's tokens count alone, and the rule is match. `synthetic_rates` [max_length] float32
-    replaces the acceptance test, not its cost, by a coin per depth: for benchmarks on weights that mean nothing.
+    without logits: the store's tokens count alone, and the rule is match. `synthetic_rates` [kinds, depths]
+    float32 replaces the acceptance test, not its cost, by a coin per depth (`synthetic.py`).
     """
     num_rows, vocab = logits.shape
     num_sequences, max_length = findings.klds.shape
@@ -194,6 +194,7 @@ def judge(
         draft_logits.stride(0),
         draft_stats,
         draws.inv_temperatures if synthetic_rates is None else synthetic_rates,
+        *((1, 0) if synthetic_rates is None else synthetic_rates.shape),
         facts,
         findings.accepted,
         findings.emitted,
@@ -371,6 +372,8 @@ def _decide(
     draft_stride: tl.tensor,
     draft_stats: tl.tensor,
     rates: tl.tensor,
+    num_kinds: tl.tensor,
+    num_rates: tl.tensor,
     facts: tl.tensor,
     accepted: tl.tensor,
     emitted: tl.tensor,
@@ -417,7 +420,8 @@ def _decide(
             word, _, _, _ = philox(low, high, tl.zeros_like(depths), counter, tl.full((), ACCEPT_NOISE, tl.int32))
             u = tl.minimum(word.to(tl.float32) * (2.0**-32), 1.0 - 2.0**-24)
             if SYNTHETIC:
-                stands = u < tl.load(rates + depths, mask=is_drafted, other=0.0)
+                own_rates = rates + (low & 0x7FFFFFFF) % num_kinds * num_rates
+                stands = u < tl.load(own_rates + depths, mask=is_drafted, other=0.0)
             else:
                 by_ratio = is_drafted & (mode == RATIO)
                 x = tl.load(logits + rows.to(tl.int64) * stride + drafted, mask=by_ratio, other=0.0).to(tl.float32)

@@ -1,0 +1,86 @@
+"""What vLLM loads: the entry point `vllm.general_plugins`, called in every process of vLLM, more than once.
+
+It only makes vLLM's scheduler and workers look, when they are made, whether somebody asked for dsde. Nothing else is
+touched until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from dsde.core.errors import InvalidInput
+from dsde.vllm import hooks
+from dsde.vllm.settings import Settings, read_settings
+
+logger = logging.getLogger("vllm.dsde")
+
+MAKE_SCHEDULER = hooks.Hook(hooks.SCHEDULER, "Scheduler", "__init__", ("vllm_config",))
+MAKE_WORKER = hooks.Hook("vllm.v1.worker.worker_base", "WorkerBase", "__init__", ("vllm_config",))
+
+_said: set[str] = set()
+
+
+def register() -> None:
+    changes = hooks.find_changes((MAKE_SCHEDULER, MAKE_WORKER))
+    if changes:
+        _say(changes)
+        return
+    from dsde.vllm.exporter import offer_metrics
+
+    offer_metrics()
+    hooks.wrap(MAKE_SCHEDULER, make_scheduler)
+    hooks.wrap(MAKE_WORKER, make_worker)
+
+
+def make_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    original(scheduler, *args, **kwargs)
+    settings = asked_for(scheduler.vllm_config)
+    if settings is None:
+        return
+    from dsde.vllm import scheduling
+
+    changes = _changes(settings)
+    if changes:
+        _say(changes)
+        scheduling.count_changes(len(changes))
+        return
+    controller = scheduling.steer(scheduler, settings)
+    scheduling.install()
+    logger.info("dsde: policy %s chooses up to %d tokens", settings.policy, controller.limits.max_length)
+
+
+def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    original(worker, *args, **kwargs)
+    settings = asked_for(worker.vllm_config)
+    if settings is None or _changes(settings):
+        return
+    from dsde.vllm import running
+
+    running.install()
+
+
+def asked_for(vllm_config: Any) -> Settings | None:
+    """Raises InvalidInput where what was asked for cannot be."""
+    settings = read_settings(vllm_config.additional_config, os.environ)
+    if settings is None:
+        return None
+    if vllm_config.speculative_config is None:
+        if read_settings(vllm_config.additional_config, {}) is None:
+            return None  # a policy in the environment is for whoever speculates
+        raise InvalidInput(
+            "dsde chooses how many tokens a draft proposes, and there is no draft; give vLLM a --speculative-config"
+        )
+    return settings
+
+
+def _changes(settings: Settings) -> list[str]:
+    return hooks.find_changes(hooks.NEEDED)
+
+
+def _say(changes: list[str]) -> None:
+    text = "; ".join(changes)
+    if text not in _said:
+        _said.add(text)
+        logger.warning("dsde: this vLLM is not one that it knows, which goes on without it: %s", text)

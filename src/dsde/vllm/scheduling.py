@@ -1,0 +1,124 @@
+"""The scheduler's side of the plugin: wraps vLLM's schedulers, which then obey a `Controller`.
+
+The lengths of a step are set as vLLM's own Dynamic SD sets its one, per request where vLLM has one for all: under
+asynchronous scheduling as so many placeholders, otherwise by cutting what the draft brought.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from dsde.core.errors import InvalidInput
+from dsde.vllm import hooks
+from dsde.vllm.controller import Controller, Limits
+from dsde.vllm.messages import attach, attached
+from dsde.vllm.meter import Meter
+from dsde.vllm.settings import Settings
+from dsde.vllm.support import make_supported
+from dsde.vllm.trace import TraceWriter
+
+CONTROLLER = "dsde_controller"
+METRICS_FOLDER = "DSDE_METRICS_DIR"
+MOST_CATCH_UP_TOKENS = 2048
+"""that the draft reads in one step; about a step's own time on current devices"""
+
+
+def steer(scheduler: Any, settings: Settings) -> Controller:
+    """Let this scheduler obey the policy of `settings`. Raises InvalidInput where it cannot."""
+    config = scheduler.vllm_config
+    speculative = config.speculative_config
+    if getattr(scheduler, "use_v2_model_runner", False):
+        raise InvalidInput(
+            "dsde works with vLLM's model runner V1, and this vLLM would use V2; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    policy = make_supported(settings.policy, speculative.method)
+    is_async = bool(config.scheduler_config.async_scheduling)
+    has_graphs = _has_graphs(config)
+    limits = Limits(
+        max_length=scheduler.num_spec_tokens,
+        max_model_len=scheduler.max_model_len,
+        num_in_flight=2 if is_async else 1,
+        exact_rooms=not has_graphs,
+        can_skip=speculative.method == "draft_model",
+        catch_up_budget=min(MOST_CATCH_UP_TOKENS, config.scheduler_config.max_num_batched_tokens),
+    )
+    if getattr(scheduler, "dynamic_sd_lookup", None) is not None:
+        raise InvalidInput(
+            "dsde chooses the length, and so does num_speculative_tokens_per_batch_size; leave one of them out"
+        )
+    # With a table vLLM does not pad a lone token with drafts that nobody made. The table itself is never used.
+    scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (config.scheduler_config.max_num_seqs + 1)
+    meter = _make_meter(settings.policy)
+    trace = TraceWriter(settings.trace) if settings.trace else None
+    controller = Controller(policy, limits, meter, trace)
+    setattr(scheduler, CONTROLLER, controller)
+    return controller
+
+
+def count_changes(num: int) -> None:
+    """vLLM is not as expected, and goes on without the plugin: say so where metrics are read."""
+    _make_meter("none")["num_changed_hooks"] = num
+
+
+def _make_meter(policy: str) -> Meter:
+    folder = os.environ.get(METRICS_FOLDER)
+    return Meter(Path(folder) / f"engine-{os.getpid()}-{uuid.uuid4().hex[:8]}.bin" if folder else None, policy)
+
+
+def _has_graphs(config: Any) -> bool:
+    mode = getattr(config.compilation_config, "cudagraph_mode", None)
+    return not config.model_config.enforce_eager and mode is not None and bool(mode.has_full_cudagraphs())
+
+
+def after_schedule(original: Any, scheduler: Any, scheduler_output: Any) -> None:
+    original(scheduler, scheduler_output)
+    controller = getattr(scheduler, CONTROLLER, None)
+    if controller is None:
+        return
+    directive = controller.decide(scheduler_output, scheduler.requests, len(scheduler.waiting))
+    attach(scheduler_output, directive)
+    scheduler_output.num_spec_tokens_to_schedule = max(directive.lengths.values(), default=0)
+
+
+def after_schedule_async(original: Any, scheduler: Any, scheduler_output: Any) -> None:
+    """Its original calls the one above, then books as many placeholders for everybody as the longest draft has."""
+    original(scheduler, scheduler_output)
+    directive = attached(scheduler_output)
+    if directive is None:
+        return
+    longest = scheduler_output.num_spec_tokens_to_schedule
+    for name, length in directive.lengths.items():
+        if length < longest:
+            scheduler.requests[name].spec_token_ids = [-1] * length
+
+
+def update_drafts(original: Any, scheduler: Any, draft_token_ids: Any) -> None:
+    """Without asynchronous scheduling: keep of each draft what was asked for."""
+    controller = getattr(scheduler, CONTROLLER, None)
+    if controller is not None:
+        lengths = controller.latest_lengths
+        for place, name in enumerate(draft_token_ids.req_ids):
+            drafts = draft_token_ids.draft_token_ids
+            drafts[place] = drafts[place][: lengths.get(name, 0)]
+    original(scheduler, draft_token_ids)
+
+
+def update_from_output(original: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    controller, directive = getattr(scheduler, CONTROLLER, None), attached(scheduler_output)
+    if controller is not None and directive is not None:
+        sampled = dict(zip(model_runner_output.req_ids, map(len, model_runner_output.sampled_token_ids), strict=False))
+        controller.observe(directive.step, sampled, attached(model_runner_output))
+    outputs = original(scheduler, scheduler_output, model_runner_output)
+    if controller is not None:
+        controller.forget(scheduler.finished_req_ids)
+    return outputs
+
+
+def install() -> None:
+    hooks.wrap(hooks.AFTER_SCHEDULE, after_schedule)
+    hooks.wrap(hooks.AFTER_SCHEDULE_ASYNC, after_schedule_async)
+    hooks.wrap(hooks.UPDATE_DRAFTS, update_drafts)
+    hooks.wrap(hooks.UPDATE_FROM_OUTPUT, update_from_output)

@@ -98,6 +98,8 @@ def compare(target: Decoder, draft: Decoder, batch: int, options: argparse.Names
     }
     for engine in engines.values():  # prompts, and graphs
         run_round(engine, 12)
+    # While prompts are read, drafts may be shorter for want of room in a pass.
+    num_stopped = {name: engine.metrics.num_stopped for name, engine in engines.items()}
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for _ in range(options.rounds):
         for name, engine in engines.items():
@@ -106,7 +108,8 @@ def compare(target: Decoder, draft: Decoder, batch: int, options: argparse.Names
     is_cheap = True
     for name, (pass_ms, step_ms) in best.items():
         metrics = engines[name].metrics
-        assert metrics.num_stopped == metrics.num_host_steps == 0, "a rule fired, or a step went the host's way"
+        assert metrics.num_stopped == num_stopped[name], "a rule fired"
+        assert metrics.num_host_steps == 0, "a step went the host's way"
         added = pass_ms / best["none"][0] - 1
         is_cheap = is_cheap and added < MOST_COST
         added_step = (step_ms - best["none"][1]) / (options.length * best["none"][0])

@@ -8,6 +8,7 @@ fails. The kernels themselves have tests of their own.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,7 @@ def install(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
         monkeypatch.setattr(backend, "num_multiprocessors", lambda _: 4)
         monkeypatch.setattr(passes.PassRunner, "shape", shape_on_a_device)
         monkeypatch.setattr(passes.PassRunner, "_capture", pretend_to_capture)
+        monkeypatch.setattr(passes.PassRunner, "_capture_parts", pretend_to_capture_parts)
         monkeypatch.setattr(passes.PassRunner, "can_repeat", lambda _, entry: entry.graph is not None)
 
 
@@ -65,15 +67,44 @@ def shape_on_a_device(self: passes.PassRunner, *args: Any, **kwargs: Any) -> pas
 
 
 def pretend_to_capture(self: passes.PassRunner, entry: passes.Pass) -> None:
-    store = self.body.__self__.drafts.store  # type: ignore[attr-defined]
+    check = still_good(self, entry)
 
     def replay() -> None:
-        assert self._passes.get(entry.shape) is entry, "a graph that was to be forgotten"
-        assert self.body.__self__.drafts.store is store, "a graph that points to where drafts were"  # type: ignore[attr-defined]
-        entry.result = self.body(entry)
+        check()
+        entry.result = passes.rest_of(self.body(entry))
 
     entry.graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
     self.num_captured += 1
+
+
+def pretend_to_capture_parts(self: passes.PassRunner, entry: passes.Pass) -> None:
+    check = still_good(self, entry)
+    entry.underway = None
+
+    def replay_first_part() -> None:
+        check()
+        entry.underway = self.body(entry)
+        next(entry.underway)
+
+    def replay_rest() -> None:
+        check()
+        assert entry.underway is not None, "the rest of a pass that was not begun"
+        entry.result, entry.underway = passes.rest_of(entry.underway), None
+
+    entry.first_part = SimpleNamespace(replay=replay_first_part)  # type: ignore[assignment]
+    entry.graph = SimpleNamespace(replay=replay_rest)  # type: ignore[assignment]
+    self.num_captured += 2
+
+
+def still_good(runner: passes.PassRunner, entry: passes.Pass) -> Callable[[], None]:
+    """What must be so whenever a graph that is captured now is replayed."""
+    store = runner.body.__self__.drafts.store  # type: ignore[attr-defined]
+
+    def check() -> None:
+        assert runner._passes.get(entry.shape) is entry, "a graph that was to be forgotten"
+        assert runner.body.__self__.drafts.store is store, "a graph that points to where drafts were"  # type: ignore[attr-defined]
+
+    return check
 
 
 def embed(

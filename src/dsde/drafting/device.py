@@ -7,7 +7,7 @@ it decided before it starts the next pass. Knows nothing of verification.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,6 +28,10 @@ from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
 from dsde.sampling.draw_mode import DrawMode
 from dsde.sampling.kernels import Draws, sample_drafts
+
+_NUM_FIRST_LAYERS = 2
+"""that a pass begins with before it is known to be wanted: about as long as the host needs to hear of a decision and to
+start the rest, some 50 us, in which the device would be idle"""
 
 
 class DeviceDrafter:
@@ -66,10 +70,10 @@ class DeviceDrafter:
     ) -> DeviceProposals:
         """Queue the draft; `begin` is called right before the device first hears of it.
 
-        With a `stop` the next pass waits for what the device decides on the last: it is ready and its inputs are there
-        by then, made for everybody who may still go on, and only its start depends on the decisions. Whoever ended
-        meanwhile rides along in that one pass. While the device works there is time for `meanwhile`, called with what
-        will have been proposed if the draft is over now. `watched` drafts have signals in the store.
+        With a `stop` the next pass depends on what the device decides on the last. It is made for everybody who may
+        still go on, and its first layers are run while the host hears of the decisions; only the rest waits for them.
+        Whoever ended meanwhile rides along in that one pass. While the device works there is time for `meanwhile`,
+        called with what will have been proposed if the draft is over now. `watched` drafts have signals in the store.
         """
         ruling = None if stop is None else Ruling(stop)
         task = _Task(begin, ruling, watched or ruling is not None, meanwhile)
@@ -109,9 +113,11 @@ class DeviceDrafter:
             if len(following):
                 if len(following) < len(may_go_on):
                     batch = batch.only(may_go_on)
-                step, next_call = self._extend(batch, draft, following, task)
+                step, next_call = self._extend(batch, draft, following, task, is_awaited=call is not None)
                 task.begin()
                 self.passes.load(*step)
+                if call is not None:
+                    self.passes.begin(step[0])
             decisions = None
             if call is not None:
                 if not self.referee.has_decided(call):
@@ -120,7 +126,10 @@ class DeviceDrafter:
                 if decisions.max() < Decision.GOES_ON:
                     step = None
             if step is not None:
-                self.passes.start(step[0])
+                if call is None:
+                    self.passes.start(step[0])
+                else:
+                    self.passes.finish(step[0])
             if decisions is not None:
                 draft.apply(decisions)
             if step is None:
@@ -242,7 +251,7 @@ class DeviceDrafter:
         return entry, sheet
 
     def _extend(
-        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task
+        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task, is_awaited: bool
     ) -> tuple[tuple[Pass, Sheet], Call | None]:
         """Read the tokens that these members, which `batch` is of, drafted last, and draw the next."""
         depth, first_row, count = draft.depth + 1, draft.num_rows, len(members)
@@ -252,7 +261,7 @@ class DeviceDrafter:
         ruling = task.ruling
         if ruling is not None and not ruling.decides(depth, is_last=int(draft.lengths[members].max()) == depth + 1):
             ruling = None
-        variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None)
+        variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None, is_begun=is_awaited)
         rows = RaggedRows(np.ones(count, dtype=np.int64))
         entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row, variant)
         sheet.arrays["sources"][:count] = draft.rows[members, draft.depth]
@@ -288,13 +297,17 @@ class DeviceDrafter:
         sheet.arrays["first_row"][0] = first_row
         return entry, sheet
 
-    def _body(self, entry: Pass) -> None:
-        shape, arrays = entry.shape, entry.arrays
+    def _body(self, entry: Pass) -> Generator[None, None, None]:
+        shape, arrays, model, cache = entry.shape, entry.arrays, self.model, self.host.cache
         variant = _Variant(*shape.variant)
         if variant.is_ahead:
             advance(arrays, self._verdict, shape.table_width)
-        hidden = self.model.read(entry.batch, self.host.cache)
-        logits = self.model.logits(hidden, entry.batch.logit_rows, out=self._logits[: shape.num_rows])
+        num_layers = len(model.layers)
+        num_first = min(_NUM_FIRST_LAYERS, -(-num_layers // 8))
+        hidden = model.read_on(model.embed(entry.batch), entry.batch, cache, range(num_first))
+        yield
+        hidden = model.read_on(hidden, entry.batch, cache, range(num_first, num_layers))
+        logits = model.logits(hidden, entry.batch.logit_rows, out=self._logits[: shape.num_rows])
         draws, store = draws_of(arrays), self.drafts.store
         assert store is not None
         sampling = variant.sampled, variant.truncated, variant.is_watched
@@ -311,6 +324,8 @@ class _Variant(NamedTuple):
     is_ahead: bool = False
     is_watched: bool = False
     decides: bool = False
+    is_begun: bool = False
+    """before it is known whether it is wanted"""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ lossless, need the host to look at every token; a step with one of them goes the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -252,12 +252,13 @@ class DeviceExecutor:
         judged_slots = np.array([s.slot for s in judged], dtype=np.int64) if work.prefills else slots
         places = logit_places(work, rows, scored) if work.prefills else None
         variant = self._variant(judged_slots, drafted, proposals.point_mass)
-        shape = self.passes.shape(
-            rows, contexts, None if places is None else len(places), may_graph=not work.prefills, variant=variant
-        )
+        num_judged_rows = judged_rows.count if judged_rows else 0
+        # A captured pass judges whatever it has logits of.
+        is_plain = places is None or 0 < num_judged_rows == len(places)
+        num_logits = None if places is None else len(places)
+        shape = self.passes.shape(rows, contexts, num_logits, may_graph=is_plain, variant=variant)
         self._make_room(shape.num_rows)
 
-        num_judged_rows = judged_rows.count if judged_rows else 0
         padded_rows = shape.num_rows if shape.is_graph else num_judged_rows
         padded_judged = shape.num_seqs if shape.is_graph else len(judged)
         more = dict.fromkeys(("row_sequences", "row_depths", "row_drafts"), padded_rows)
@@ -344,10 +345,11 @@ class DeviceExecutor:
         padded = max(4, power_of_2(longest)) if longest else 0
         return _Variant(*self.table.variant(slots), point_mass, padded)
 
-    def _body(self, entry: Pass) -> _Read:
+    def _body(self, entry: Pass) -> Generator[None, None, _Read]:
         """Read, and judge what was read."""
         shape, arrays, variant = entry.shape, entry.arrays, _Variant(*entry.shape.variant)
         hidden = self.model.read(entry.batch, self.host.target.cache)
+        yield
         logits = self._logits[: shape.num_rows]
         if shape.num_rows:
             self.model.logits(hidden, entry.batch.logit_rows, out=logits)

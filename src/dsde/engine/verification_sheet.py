@@ -49,6 +49,8 @@ def write_tokens(
     for (sequence, chunk), place in zip(work.prefills, rows.starts[num_decodes:].tolist(), strict=True):
         start = sequence.num_computed
         host["tokens"][place : place + chunk] = sequence.tokens[start : start + chunk]
+        # The sheet's last use may have had drafts of the same lengths here.
+        host["sources"][place : place + chunk] = -1
 
 
 def write_judged(sheet: Sheet, rows: RaggedRows, proposals: DeviceProposals) -> None:

@@ -82,10 +82,14 @@ class Decoder:
 
     def read(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
         """Write the KV of every token of the batch; return what the last layer made of them."""
-        hidden = self._embed(batch)
-        for layer, cache_k, cache_v in zip(self.layers, cache.keys, cache.values, strict=True):
+        return self.read_on(self.embed(batch), batch, cache, range(len(self.layers)))
+
+    def read_on(self, hidden: torch.Tensor, batch: PackedBatch, cache: KVCache, layers: range) -> torch.Tensor:
+        """A part of `read`: what these layers make of what those before them made."""
+        for i in layers:
+            layer = self.layers[i]
             rotary = self.local_rotary if layer.is_local and self.local_rotary is not None else self.rotary
-            hidden = layer(hidden, rotary, cache_k, cache_v, batch)
+            hidden = layer(hidden, rotary, cache.keys[i], cache.values[i], batch)
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,7 +108,7 @@ class Decoder:
             out = logits.new_empty((len(logits), self.config.vocab_size))
         return out.fill_(-torch.inf).index_copy_(1, self.head_tokens, logits)
 
-    def _embed(self, batch: PackedBatch) -> torch.Tensor:
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
         # The factor is rounded to the model's dtype, as in training.
         scale = torch.tensor(self.embedding_scale, dtype=self.dtype).item()
         if batch.sources is not None and batch.drafted is not None:

@@ -2,8 +2,9 @@
 
 A graph is captured for a bucket of tokens and sequences and serves every mixture of lengths in it: what differs from
 step to step is read from the device's own memory, and what a bucket has too many is padding that every kernel skips.
-Captured at its second use, so that a shape seen once costs nothing. Knows nothing of drafts, sampling or requests: what
-happens to the logits is the caller's body.
+Captured at its second use, so that a shape seen once costs nothing. A pass can be begun before it is known whether it
+is wanted: its first part is then a graph of its own. Knows nothing of drafts, sampling or requests: what is computed is
+the caller's body.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,15 +131,19 @@ class Pass:
     """the host's side, by the turns at which the pass comes up in a step"""
     num_runs: int = 0
     graph: torch.cuda.CUDAGraph | None = None
+    first_part: torch.cuda.CUDAGraph | None = None
+    """where the pass is begun separately; `graph` is then the rest"""
+    underway: Generator[None, None, Any] | None = None
+    """of a pass that has been begun and is not captured"""
     result: Any = None
 
 
-Body = Callable[[Pass], Any]
+Body = Callable[[Pass], Generator[None, None, Any]]
 
 
 class PassRunner:
     """One model's passes. `body` is called with the pass, and what it returns is handed on; in a graph it must do the
-    same work whatever the arrays hold."""
+    same work whatever the arrays hold. It yields once, where a pass that was begun waits for its end."""
 
     def __init__(self, heads: Heads, drafted: torch.Tensor, body: Body) -> None:
         self.device = drafted.device
@@ -185,12 +190,19 @@ class PassRunner:
             num_items = num_seqs if longest <= per_item else attention.num_items_bound(num_tokens, num_seqs, per_item)
         else:
             num_items = int((-(-rows.lengths // per_item)).sum())
+        if num_rows is None:
+            padded_rows = num_tokens
+        elif is_graph:
+            # Mostly the last of every sequence; more where drafts are verified while prompts are read.
+            padded_rows = num_seqs if num_rows <= num_seqs else bucket(num_rows)
+        else:
+            padded_rows = num_rows
         # Rounded up, or every few tokens would bring another graph.
         context = max(power_of_2(int(contexts.max())), 8 * BLOCK_SIZE)
         return PassShape(
             num_tokens=num_tokens,
             num_seqs=num_seqs,
-            num_rows=num_tokens if num_rows is None else num_seqs if is_graph else num_rows,
+            num_rows=padded_rows,
             takes_all_rows=num_rows is None,
             table_width=context // BLOCK_SIZE,
             queries_per_item=per_item,
@@ -298,10 +310,30 @@ class PassRunner:
         entry.num_runs += 1
         if not entry.shape.is_graph or entry.num_runs == 1:
             # The first time without a graph: kernels are compiled, and the shape may never come again.
-            return self.body(entry)
+            return rest_of(self.body(entry))
         if entry.graph is None:
             self._capture(entry)
         return self.repeat(entry)
+
+    def begin(self, entry: Pass) -> None:
+        """Do the first part of a pass that has been loaded. Passes that are begun have shapes of their own."""
+        entry.num_runs += 1
+        if not entry.shape.is_graph or entry.num_runs == 1:
+            entry.underway = self.body(entry)
+            next(entry.underway)
+            return
+        if entry.first_part is None:
+            self._capture_parts(entry)
+        assert entry.first_part is not None
+        entry.first_part.replay()
+
+    def finish(self, entry: Pass) -> Any:
+        """Do the rest of a pass that was begun last of all passes."""
+        if entry.first_part is not None:
+            return self.repeat(entry)
+        body, entry.underway = entry.underway, None
+        assert body is not None, "a pass is begun before it is finished"
+        return rest_of(body)
 
     def can_repeat(self, entry: Pass) -> bool:
         """Whether a pass is done again at no more than the device's own cost."""
@@ -310,11 +342,20 @@ class PassRunner:
     def repeat(self, entry: Pass) -> Any:
         """Do the pass again with whatever its arrays hold by now."""
         if entry.graph is None:
-            return self.body(entry)
+            return rest_of(self.body(entry))
         entry.graph.replay()
         return entry.result
 
     def _capture(self, entry: Pass) -> None:
+        body = self.body(entry)
+        entry.graph = self._graph_of(lambda: _keep(entry, rest_of(body)))
+
+    def _capture_parts(self, entry: Pass) -> None:
+        body = self.body(entry)
+        entry.first_part = self._graph_of(lambda: next(body))
+        entry.graph = self._graph_of(lambda: _keep(entry, rest_of(body)))
+
+    def _graph_of(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         if self._stream is None:
             # Always the same: memory of the pool is used again only on the stream it was first used on.
@@ -328,12 +369,25 @@ class PassRunner:
             with _no_garbage_collection():
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
-                    entry.result = self.body(entry)
+                    work()
                 except BaseException:
                     with suppress(RuntimeError):  # the first error says why
                         graph.capture_end()
                     raise
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        entry.graph = graph
         self.num_captured += 1
+        return graph
+
+
+def rest_of(body: Generator[None, None, Any]) -> Any:
+    """Go through with it; what it returns."""
+    while True:
+        try:
+            next(body)
+        except StopIteration as end:
+            return end.value
+
+
+def _keep(entry: Pass, result: Any) -> None:
+    entry.result = result

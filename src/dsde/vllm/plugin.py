@@ -41,7 +41,7 @@ def make_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
         return
     from dsde.vllm import scheduling
 
-    changes = _changes(settings)
+    changes = hooks.find_changes(hooks.NEEDED)
     if changes:
         _say(changes)
         scheduling.count_changes(len(changes))
@@ -54,11 +54,13 @@ def make_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
 def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
     original(worker, *args, **kwargs)
     settings = asked_for(worker.vllm_config)
-    if settings is None or _changes(settings):
+    if settings is None or hooks.find_changes(hooks.NEEDED):
         return
-    from dsde.vllm import running
+    from dsde.vllm import graphs, running
 
     running.install()
+    if settings.graphs:
+        graphs.install()
 
 
 def asked_for(vllm_config: Any) -> Settings | None:
@@ -73,10 +75,6 @@ def asked_for(vllm_config: Any) -> Settings | None:
             "dsde chooses how many tokens a draft proposes, and there is no draft; give vLLM a --speculative-config"
         )
     return settings
-
-
-def _changes(settings: Settings) -> list[str]:
-    return hooks.find_changes(hooks.NEEDED)
 
 
 def _say(changes: list[str]) -> None:

@@ -77,15 +77,19 @@ class RunnerAdapter:
 
     def _tap(self) -> None:
         """Keep what the draft's head computes: vLLM takes the likeliest token of it and lets it go."""
-        model = self.runner.drafter.model
-        compute_logits = model.compute_logits
+        drafter = self.runner.drafter
+        is_tapped = hasattr(drafter, ADAPTER)
+        setattr(drafter, ADAPTER, self)
+        if is_tapped:
+            return
+        compute_logits = drafter.model.compute_logits
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            self._logits = compute_logits(*args, **kwargs)
-            return self._logits
+            logits = compute_logits(*args, **kwargs)
+            getattr(drafter, ADAPTER)._logits = logits
+            return logits
 
-        model.compute_logits = tapped
-        setattr(self.runner.drafter, ADAPTER, self)
+        drafter.model.compute_logits = tapped
 
     def begin(self) -> None:
         self._report = Report(self._clocks.begin())

@@ -45,7 +45,7 @@ def steer(scheduler: Any, settings: Settings) -> Controller:
         can_skip=speculative.method == "draft_model",
         catch_up_budget=min(MOST_CATCH_UP_TOKENS, config.scheduler_config.max_num_batched_tokens),
     )
-    if getattr(scheduler, "dynamic_sd_lookup", None) is not None:
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         raise InvalidInput(
             "dsde chooses the length, and so does num_speculative_tokens_per_batch_size; leave one of them out"
         )

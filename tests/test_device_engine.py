@@ -778,6 +778,50 @@ def test_almost_all_steps_follow_unseen(way: Way) -> None:
     assert engine.metrics.num_steps == 40
 
 
+class Resting(Policy):
+    """Drafts now and then, and says for how long it will not."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.num_planned = self.num_observed = 0
+
+    def plan(self, batch: BatchView) -> Plan:
+        self.num_planned += 1
+        drafts = self.rng.random() < 0.5
+        plan = Plan.wanting(self.rng.choice([1, 2, 5], len(batch.slots)) if drafts else 0, batch)
+        plan.num_resting = 0 if drafts else int(self.rng.integers(12))
+        return plan
+
+    def observe(self, outcome: Outcome) -> None:
+        self.num_observed += 1
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("num_blocks", [200, 16], ids=["roomy", "tight"])
+def test_steps_of_a_rest_follow_unseen(way: Way, num_blocks: int, greedy: bool) -> None:
+    """And drafts go on after it, whoever joins or ends meanwhile."""
+    work, policy = random_work(seed=15, greedy=greedy), Resting(seed=16)
+    engine = way.engine("target", policy, kv_cache_bytes=num_blocks * block_bytes("target"), max_num_seqs=3)
+    starts = HeadStarts(engine)
+    expected = way.alone(work) if greedy else way.alone_on_device(work)
+    check_same(expected, answers_together(engine, work, seed=17))
+    assert starts.num_followed > 0
+    assert engine.metrics.num_draft_tokens > 0
+    # What follows unseen is not planned, but observed.
+    assert policy.num_observed > policy.num_planned
+    check_nothing_is_held(engine)
+
+
+def test_a_rest_lasts_as_long_as_was_said(way: Way) -> None:
+    policy = Resting(seed=18)
+    policy.plan = lambda batch: replace(Plan.wanting(0, batch), num_resting=4)  # type: ignore[method-assign]
+    engine = way.engine("target", policy)
+    starts = HeadStarts(engine)
+    complete(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=41))
+    assert starts.num_followed <= 4 * 40 // 5
+    assert starts.num_followed > 20
+
+
 def test_what_a_stop_token_cuts_off_is_dropped(way: Way) -> None:
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=40)
     text = way.alone([(prompt, params)])[0].outputs[0].token_ids

@@ -63,6 +63,8 @@ class _StepInFlight:
     plan: LengthPlan
     scored: set[Sequence]
     flight: Flight
+    num_resting: int
+    """steps after this one that are certain not to draft"""
 
     @property
     def decoded_by_policy(self) -> list[Sequence]:
@@ -124,7 +126,7 @@ class Engine:
             raise OutOfMemory(describe_shortage(target.device, config)) from error
         if self.executor.is_asynchronous:
             self.planner.num_ahead = self.executor.num_ahead
-            self.scheduler.num_spare = BLOCK_SIZE if self.planner.never_drafts else 0
+            self.scheduler.num_spare = BLOCK_SIZE
         self._flights: deque[_StepInFlight] = deque()
         """steps under way, the next to land first"""
         self._unreported: deque[_Emission] = deque()
@@ -222,17 +224,19 @@ class Engine:
         """Give the device its next step, and another behind it where that can be known already."""
         if not self._flights:
             self._flights.append(self._launch())
+            self.policy.settle()
         if len(self._flights) < _MOST_FLIGHTS and self._can_follow():
             last = self._flights[-1]
             following = self.executor.follow(last.flight)
             if following is not None:
-                self._flights.append(_StepInFlight(last.work, last.plan, set(), following))
+                self._flights.append(_StepInFlight(last.work, last.plan, set(), following, last.num_resting - 1))
 
     def _can_follow(self) -> bool:
         """Whether the step after those under way is certain: nobody drafts, joins, may end for its length, lacks memory
         or wants to see logits that would be gone."""
-        work, pending = self._flights[-1].work, len(self._flights)
-        if work.prefills or not self.planner.never_drafts or len(work.decodes) < len(self.scheduler.running):
+        last, pending = self._flights[-1], len(self._flights)
+        work = last.work
+        if work.prefills or last.num_resting <= 0 or len(work.decodes) < len(self.scheduler.running):
             return False
         if self.scheduler.waiting and len(self.scheduler.running) < self.scheduler.max_num_seqs:
             return False
@@ -243,7 +247,6 @@ class Engine:
                 or sequence.max_tokens - (num_tokens - sequence.num_prompt_tokens) <= pending
                 or len(sequence.block_table) * BLOCK_SIZE < num_tokens + pending
                 or sequence.params.logprobs is not None
-                or (self.planner.can_draft and isinstance(sequence.params.speculation, int))
             ):
                 return False
         return True
@@ -261,7 +264,7 @@ class Engine:
         self.metrics.num_host_steps += self.executor.is_asynchronous and isinstance(flight, HostFlight)
         self.metrics.schedule_s += times[1] - times[0]
         self.metrics.plan_s += times[2] - times[1]
-        return _StepInFlight(work, plan, scored, flight)
+        return _StepInFlight(work, plan, scored, flight, plan.num_resting)
 
     def _land(self, step: _StepInFlight) -> list[_Emission]:
         """observe -> commit: all that the next step builds on."""

@@ -16,7 +16,7 @@ from dsde.core.stops import Stop, StopByWorth
 from dsde.engine.executor import Landing
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
-from dsde.policies import BatchView, Need, Off, Outcome, Pace, Plan, Policy
+from dsde.policies import FOREVER, BatchView, Need, Outcome, Pace, Plan, Policy
 
 IntArray = NDArray[np.int64]
 
@@ -36,6 +36,8 @@ class LengthPlan:
     """the policy's own; None where it had nobody to choose for"""
     stop: Stop | None = None
     """the policy's, for all decoding sequences"""
+    num_resting: int = 0
+    """steps after this one in which none of these sequences drafts"""
 
 
 class Planner:
@@ -46,11 +48,6 @@ class Planner:
         self.num_ahead = 0
         """tokens to reserve memory for beyond those drafted"""
         self.metrics = metrics
-
-    @property
-    def never_drafts(self) -> bool:
-        """Unless a request asks for a length of its own."""
-        return not self.can_draft or isinstance(self.policy, Off)
 
     @property
     def needs_klds(self) -> bool:
@@ -68,7 +65,8 @@ class Planner:
         nobody = np.empty(0, dtype=np.int64)
         if not self.can_draft or not decodes:
             zeros = np.zeros(len(decodes), dtype=np.int64)
-            return LengthPlan(zeros, zeros, nobody, BatchView(nobody, nobody, np.empty(0), len(decodes)), None)
+            batch = BatchView(nobody, nobody, np.empty(0), len(decodes))
+            return LengthPlan(zeros, zeros, nobody, batch, None, num_resting=FOREVER)
         rooms = np.array([s.max_tokens - s.num_output_tokens - 1 for s in decodes], dtype=np.int64)
         wishes = [s.params.speculation for s in decodes]
         rows = np.array([i for i, wish in enumerate(wishes) if wish == "on"], dtype=np.int64)
@@ -99,7 +97,10 @@ class Planner:
             more = self.num_ahead
             lengths = np.array([min(reserve(s, k + more), k) if k else 0 for s, k in wanted], dtype=np.int64)
             self.metrics.num_trimmed += int((lengths < planned).sum())
-        return LengthPlan(planned, lengths, rows, batch, plan, _spread(plan, rows, len(decodes)))
+        num_resting = 0
+        if not any(isinstance(wish, int) for wish in wishes):
+            num_resting = FOREVER if plan is None else plan.num_resting
+        return LengthPlan(planned, lengths, rows, batch, plan, _spread(plan, rows, len(decodes)), num_resting)
 
     def observe(
         self, plan: LengthPlan, drafted: IntArray, num_catch_up_tokens: IntArray | None, landing: Landing

@@ -5,7 +5,7 @@ from dsde.policies.adaptiveverify import AdaptiveVerify
 from dsde.policies.adaserve import AdaServe
 from dsde.policies.auto import Auto
 from dsde.policies.banditspec import EXP3Spec, UCBSpec
-from dsde.policies.base import BatchView, Need, Outcome, Pace, Plan, Policy, Stage, Staged
+from dsde.policies.base import FOREVER, BatchView, Need, Outcome, Pace, Plan, Policy, Stage, Staged
 from dsde.policies.batchtable import BatchTable
 from dsde.policies.budgetcap import BudgetCap
 from dsde.policies.confidence import Confidence
@@ -33,6 +33,7 @@ from dsde.policies.tetris import Tetris
 __all__ = [
     "DDD",
     "DSDE",
+    "FOREVER",
     "PAPER",
     "POLICIES",
     "PRESETS",

@@ -25,6 +25,9 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
+FOREVER = 1 << 30
+"""more steps than any request has"""
+
 
 class Need(Flag):
     """Signals a policy asks for; the engine computes only what somebody needs."""
@@ -87,6 +90,9 @@ class Plan:
     """how much of what was drafted the batch may have verified"""
     consultant: Consultant | None = None
     """accepts more than is lossless"""
+    num_resting: int = 0
+    """steps after this one in which nobody will draft either, whatever comes of it, as long as nobody joins or ends: a
+    device may be given them before this one is over"""
 
     @classmethod
     def wanting(cls, wanted: IntArray | int, batch: BatchView, **signals: FloatArray | float) -> Plan:
@@ -177,6 +183,10 @@ class Policy(ABC):
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 (off and static learn nothing)
         """Learn from the step just verified."""
 
+    def settle(self) -> None:  # noqa: B027
+        """A step is under way and nobody waits for the host: time for what need not be done between two steps. May be
+        called never, or after every `plan`."""
+
     def forget(self, slots: IntArray) -> None:  # noqa: B027
         """These sequences have ended: drop their state, the slots will be given to others."""
 
@@ -211,6 +221,9 @@ class Staged(Policy):
         self.policy.observe(outcome)
         for stage in self.stages:
             stage.observe(outcome)
+
+    def settle(self) -> None:
+        self.policy.settle()
 
     def forget(self, slots: IntArray) -> None:
         self.policy.forget(slots)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsde.policies.base import BatchView, Plan, Policy
+from dsde.policies.base import FOREVER, BatchView, Plan, Policy
 
 
 class Off(Policy):
@@ -16,4 +16,5 @@ class Off(Policy):
             lengths=np.zeros(num_sequences, np.int64),
             predicted=np.zeros(num_sequences),
             votes=np.zeros(num_sequences, np.bool_),
+            num_resting=FOREVER,
         )

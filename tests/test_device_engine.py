@@ -694,6 +694,9 @@ NAMED = [
     "gammatune+:0.2",
     "tetris:3",
     "svip:0.5|tetris:3",
+    "adaserve:3",
+    "svip:0.5|adaserve:3",
+    "adaptiveverify:4",
     "tapout:[static:3,svip:0.5,confidence]",
 ]
 

@@ -164,8 +164,13 @@ class Controller:
     def _view(
         self, request_ids: list[str], requests: Mapping[str, Any], num_waiting: int, num_prompt_tokens: int
     ) -> BatchView:
-        limits, num = self.limits, len(request_ids)
+        limits, num, latest = self.limits, len(request_ids), self._latest
         asked = [requests[name] for name in request_ids]
+        if latest is not None and latest.request_ids == request_ids:  # as a rule: then what they are is known
+            slots, temperatures = latest.batch.slots, latest.batch.temperatures
+        else:
+            slots = np.array([self.slots.of(name) for name in request_ids], np.int64)
+            temperatures = np.array([request.sampling_params.temperature for request in asked], np.float64)
         if limits.exact_rooms:
             ends = [
                 min(request.num_prompt_tokens + request.max_tokens, limits.max_model_len) - request.num_tokens
@@ -175,9 +180,9 @@ class Controller:
         else:
             rooms = np.full(num, limits.max_length, np.int64)
         return BatchView(
-            slots=np.array([self.slots.of(name) for name in request_ids], np.int64),
+            slots=slots,
             rooms=rooms,
-            temperatures=np.array([request.sampling_params.temperature for request in asked], np.float64),
+            temperatures=temperatures,
             num_decoding=num,
             num_waiting=num_waiting,
             # The next step reads prompts if this one does and others wait; how many is not known yet.
@@ -251,6 +256,7 @@ class Controller:
             self._trace.write(number, step.num_tokens, verified, rows, outcome)
         if not self._pairs or is_answer:
             self.policy.observe(outcome)
+            self.policy.settle()
 
     def _outcome(
         self, step: Step, verified: Decision, rows: list[int], sampled: Mapping[str, int], feedback: Feedback

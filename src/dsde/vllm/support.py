@@ -26,7 +26,7 @@ WITH_MODEL = ("draft_model", "eagle", "eagle3", "mtp")
 METHODS = (*WITH_MODEL, "ngram")
 
 _LOOKS_AT_DRAFTS = (StoppingPolicy, GammaTunePlus, TapOut)
-_PAIRS = (EXP3Spec, UCBSpec, TapOut, StoppingPolicy)
+_PAIRS = (Auto, EXP3Spec, UCBSpec, TapOut, StoppingPolicy)
 """those that take an outcome for that of their latest plan"""
 
 

@@ -1,113 +1,260 @@
-"""`auto` against fixed lengths and the literature, in virtual time, on the recorded agreement of a real pair.
+"""`auto` against fixed lengths, the literature and an oracle, in virtual time.
 
-    python benchmarks/auto.py [--trace FILE] [--batches 1,8] [--costs memory-bound]
+    python benchmarks/auto.py pair     # the recorded agreement of a real pair, by category
+    python benchmarks/auto.py grid     # acceptance rates and mixtures of them, at every batch size
+    python benchmarks/auto.py ablation # auto without its parts, on both
+    python benchmarks/auto.py looks    # what a position's signals and its sequence's history tell of agreement
 
-Every category of the trace by itself, then all of them together; whatever a policy learns it learns within the run. A
-lead, not a proof: what a draft would have said behind its own mistake was not recorded, and costs are a preset.
+Policies are warm: each has served other requests of the kind before (`--cold`: none has). Every policy meets the same
+requests. Intervals are 95 % over seeds. Costs come from a table measured on a machine (`--costs FILE`), or are a preset
+of `dsde simulate`. A lead, not a proof: what a draft would have said behind its own mistake was not recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from dsde.policies import make_policy
-from dsde.simulation import make_costs, simulate
-from dsde.simulation.requests import Requests
+from auto_ablation import ABLATIONS
+from auto_looks import log_losses
+from dsde.core.errors import InvalidInput
+from dsde.policies import Policy, make_policy
+from dsde.simulation import COSTS, Costs, MeasuredCosts, Requests, make_costs, make_stream, simulate
 from dsde.simulation.traces import Recorded
+from oracle import Oracle
 
-TRACE = Path(__file__).parent / "traces" / "qwen2.5_coder_1.5b_0.5b.json"
-STATIC = [f"static:{length}" for length in (1, 2, 3, 4, 5, 6, 8, 10)]
-RIVALS = ["goodput:per=sequence", "nightjar", "svip", "adaedl", "dsde"]
+FOLDER = Path(__file__).parent
+TRACE = FOLDER / "traces" / "qwen2.5_coder_1.5b_0.5b.json"
+STATIC = [f"static:{length}" for length in range(1, 11)]
+RIVALS = ["goodput:per=sequence", "nightjar", "svip", "adaedl", "tapout", "dsde"]
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+STREAMS = {
+    **{f"{rate}": f"iid:{rate}" for rate in (0.3, 0.6, 0.8, 0.9, 0.95)},
+    "0.95 / 0.4": "mixed:0.95,0.4",
+    "all five": "mixed:0.3,0.6,0.8,0.9,0.95",
+    "transition": "phases:0.95,0.4,64",
+}
+HALVES, TRANSITION = "0.95 / 0.4", "transition"
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36}
+"""two-sided 95 % by the number of seeds"""
+
+Maker = Callable[[Requests], Policy]
 
 
-def categories(trace: Path, num_tokens: int) -> dict[str, Requests]:
-    """Requests by category, and all of them."""
+@dataclass
+class Cell:
+    """One workload at one batch size: for every seed the requests to measure, and those served before."""
+
+    name: str
+    batch_size: int
+    requests: list[Requests]
+    before: list[Requests | None]
+
+
+@dataclass
+class Speeds:
+    """[seeds] tokens a second by policy."""
+
+    by_policy: dict[str, np.ndarray]
+
+    @property
+    def best_static(self) -> str:
+        return max(STATIC, key=lambda spec: float(self.by_policy[spec].mean()))
+
+    def best(self, specs: list[str]) -> str:
+        return max(specs, key=lambda spec: float(self.by_policy[spec].mean()))
+
+    def ratio(self, first: str, second: str) -> tuple[float, float]:
+        """Mean over seeds and the half width of its interval."""
+        ratios = self.by_policy[first] / self.by_policy[second]
+        if ratios.size < 2:
+            return float(ratios.mean()), 0.0
+        t = STUDENT.get(ratios.size, 2.0)
+        return float(ratios.mean()), float(t * ratios.std(ddof=1) / np.sqrt(ratios.size))
+
+
+class Bench:
+    def __init__(self, costs: Costs | MeasuredCosts) -> None:
+        self.costs = costs
+
+    def speeds(self, cell: Cell, makers: dict[str, Maker]) -> Speeds:
+        found: dict[str, list[float]] = {name: [] for name in makers}
+        for requests, before in zip(cell.requests, cell.before, strict=True):
+            for name, make in makers.items():
+                found[name].append(self.speed(make(requests), requests, before, cell.batch_size))
+        return Speeds({name: np.array(values) for name, values in found.items()})
+
+    def speed(self, policy: Policy, requests: Requests, before: Requests | None, batch_size: int) -> float:
+        if before is not None and not isinstance(policy, Oracle):
+            simulate(policy, before, self.costs, batch_size)
+            policy.forget(np.arange(batch_size))
+        return simulate(policy, requests, self.costs, batch_size).tokens_per_s
+
+    def oracle(self, batch_size: int) -> Maker:
+        return lambda requests: Oracle(requests, self.costs, batch_size)
+
+
+def named(specs: list[str]) -> dict[str, Maker]:
+    return {spec: lambda _, spec=spec: make_policy(spec) for spec in specs}  # type: ignore[misc]
+
+
+def recorded_cells(trace: Path, batch_size: int, num_tokens: int, num_seeds: int, cold: bool) -> Iterator[Cell]:
+    """Every category by itself, as many requests as Spec-Bench has of each; then all of them."""
     records = json.loads(trace.read_text(encoding="utf-8"))
     groups = {name: [r for r in records if r.get("cat") == name] for name in dict.fromkeys(r["cat"] for r in records)}
     groups["all"] = records
-    requests = {}
     with tempfile.TemporaryDirectory() as folder:
+        streams = {}
         for name, group in groups.items():
             path = Path(folder) / f"{name}.json"
             path.write_text(json.dumps(group), encoding="utf-8")
-            requests[name] = Recorded(path).draw(2 * len(group), num_tokens, seed=0)
-    return requests
+            streams[name] = Recorded(path)
+    for name, stream in streams.items():
+        num = 80 if name != "all" else 2 * len(records)
+        requests = [stream.draw(num, num_tokens, seed) for seed in range(num_seeds)]
+        served = [None if cold else streams["all"].draw(168, num_tokens, 100 + seed) for seed in range(num_seeds)]
+        yield Cell(name, batch_size, requests, served)
 
 
-def log_losses(trace: Path) -> dict[str, float]:
-    """Of a logistic regression of agreement on what is known of a position, fitted to the whole trace."""
-    records = json.loads(trace.read_text(encoding="utf-8"))
-    agreed = np.concatenate([r["match"] for r in records]).astype(float)
-    looks = {
-        "entropy": np.sqrt(np.concatenate([r["draft_entropy"] for r in records])),
-        "top probability": np.concatenate([r["draft_top_prob"] for r in records]),
-        "margin": np.concatenate([r["draft_margin"] for r in records]),
-        "recent acceptance": np.concatenate([recent(r["match"], 0.75, 4.0, 0.95) for r in records]),
-        "recent KLD": np.sqrt(np.concatenate([recent(r["kl"], 0.5, 1.0, 0.9) for r in records])),
-    }
-    own, history = ["entropy", "top probability", "margin"], ["recent acceptance", "recent KLD"]
-    sets = [[], ["entropy"], ["margin"], own, history[:1], history, own + history]
-    return {" + ".join(names) or "nothing": fit(agreed, [looks[name] for name in names]) for names in sets}
+def drawn_cell(name: str, batch_size: int, num_seeds: int, cold: bool, telling: bool) -> Cell:
+    stream = make_stream(STREAMS[name] if telling else f"blind:{STREAMS[name]}")
+    num, num_tokens = max(16, batch_size + batch_size // 2), 256
+    requests = [stream.draw(num, num_tokens, seed) for seed in range(num_seeds)]
+    before = [None if cold else stream.draw(max(8, batch_size), num_tokens, 100 + seed) for seed in range(num_seeds)]
+    return Cell(name, batch_size, requests, before)
 
 
-def recent(values: list[float], prior: float, weight: float, kept: float) -> list[float]:
-    """Fading mean of what came before each position."""
-    means, total, count = [], 0.0, 0.0
-    for value in values:
-        means.append((total + weight * prior) / (count + weight))
-        total, count = kept * total + value, kept * count + 1
-    return means
+def show(value: tuple[float, float]) -> str:
+    return f"{value[0]:.3f} ± {value[1]:.3f}"
 
 
-def fit(agreed: np.ndarray, columns: list[np.ndarray]) -> float:
-    x = np.column_stack([np.ones(len(agreed)), *columns])
-    weights = np.zeros(x.shape[1])
-    for _ in range(30):
-        chances = 1 / (1 + np.exp(-x @ weights))
-        curvature = x.T @ (x * (chances * (1 - chances))[:, None]) + 1e-6 * np.eye(x.shape[1])
-        weights += np.linalg.solve(curvature, x.T @ (agreed - chances))
-    chances = np.clip(1 / (1 + np.exp(-x @ weights)), 1e-9, 1 - 1e-9)
-    return float(-(agreed * np.log(chances) + (1 - agreed) * np.log(1 - chances)).mean())
+def print_header(columns: list[str]) -> None:
+    print(f"\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)
+
+
+def run_pair(bench: Bench, options: argparse.Namespace) -> None:
+    makers = named(["off", *STATIC, *([] if options.quick else RIVALS), "auto"])
+    for batch_size in options.batches or (1, 2, 4, 8):
+        rivals = [] if options.quick else RIVALS
+        print_header(
+            [f"batch {batch_size}", "best static", *rivals, "auto", "auto / best static", "auto / best single"]
+        )
+        found = {}
+        for cell in recorded_cells(options.trace, batch_size, options.tokens, options.seeds, options.cold):
+            found[cell.name] = bench.speeds(cell, makers)
+        single = max(STATIC, key=lambda spec: np.mean([found[n].ratio(spec, "off")[0] for n in found if n != "all"]))
+        for name, speeds in found.items():
+            best = speeds.best_static
+            cells = [f"{speeds.ratio(spec, 'off')[0]:.2f}" for spec in (best, *rivals, "auto")]
+            cells[0] += f" ({best.partition(':')[2]})"
+            ratios = [show(speeds.ratio("auto", spec)) for spec in (best, single)]
+            print(f"| {name} | {' | '.join(cells + ratios)} |", flush=True)
+        names = [name for name in found if name != "all"]
+        to_best = np.mean([found[n].ratio("auto", found[n].best_static)[0] for n in names])
+        to_single = np.mean([found[n].ratio("auto", single)[0] for n in names])
+        print(f"\nSpeed-up over off. auto, mean over categories: {to_best:.3f} of the best static length of each,")
+        print(f"{to_single:.3f} of the best single one ({single}).", flush=True)
+
+
+def run_grid(bench: Bench, options: argparse.Namespace) -> None:
+    rivals = [] if options.quick else RIVALS
+    failures, num_cells, num_first = [], 0, 0
+    columns = ["best static", *rivals, "oracle", "auto", "auto / best static", "auto / off", "auto / oracle"]
+    for name in options.streams or STREAMS:
+        print_header([name, *columns])
+        for batch_size in options.batches or BATCHES:
+            cell = drawn_cell(name, batch_size, options.seeds, options.cold, options.telling)
+            makers = named(["off", *STATIC, *rivals, "auto"]) | {"oracle": bench.oracle(batch_size)}
+            speeds = bench.speeds(cell, makers)
+            best = speeds.best_static
+            cells = [f"{speeds.ratio(spec, 'off')[0]:.2f}" for spec in (best, *rivals, "oracle", "auto")]
+            cells[0] += f" ({best.partition(':')[2]})"
+            ratios = [speeds.ratio("auto", spec) for spec in (best, "off", "oracle")]
+            print(f"| {batch_size} | {' | '.join(cells + [show(ratio) for ratio in ratios])} |", flush=True)
+            failures += [f"{name}, batch {batch_size}: {text}" for text in verdicts(name, batch_size, speeds)]
+            if rivals:
+                lead, width = speeds.ratio("auto", speeds.best(rivals))
+                num_cells, num_first = num_cells + 1, num_first + (lead + width >= 1)
+    print(
+        "\nSpeed-up over off." + (f" First or within the interval: {num_first} of {num_cells} cells." if rivals else "")
+    )
+    print("\n".join(["Not held:", *failures] if failures else ["Everything held."]), flush=True)
+
+
+def verdicts(name: str, batch_size: int, speeds: Speeds) -> Iterator[str]:
+    """What was promised of this cell and does not hold, the interval granted."""
+    best = speeds.best_static
+    limits = [("best static", best, 1.0 if name == TRANSITION else 0.97), ("off", "off", 0.98)]
+    if name == HALVES and 8 <= batch_size <= 128:
+        limits.append(("oracle", "oracle", 0.95))
+        if speeds.ratio("oracle", best)[0] > 1.03:
+            limits.append(("best static", best, 1.0))
+    if name == TRANSITION:
+        limits.append(("oracle", "oracle", 0.93))
+    for what, spec, least in limits:
+        ratio, width = speeds.ratio("auto", spec)
+        if ratio + width < least:
+            yield f"{ratio:.3f} of {what}, at least {least}"
+        elif ratio < least:
+            yield f"{ratio:.3f} ± {width:.3f} of {what}, at least {least}: within the interval"
+
+
+def run_ablation(bench: Bench, options: argparse.Namespace) -> None:
+    """Speed of every variant over that of auto as it is."""
+    makers: dict[str, Maker] = named(["auto"]) | {name: (lambda _, m=make: m()) for name, make in ABLATIONS.items()}
+    print_header(["", *ABLATIONS])
+    for batch_size in options.batches or (1, 8, 64):
+        found = [
+            bench.speeds(cell, makers)
+            for cell in recorded_cells(options.trace, batch_size, options.tokens, options.seeds, options.cold)
+            if cell.name != "all"
+        ]
+        ratios = [f"{np.mean([speeds.ratio(name, 'auto')[0] for speeds in found]):.3f}" for name in ABLATIONS]
+        print(f"| pair, batch {batch_size} | {' | '.join(ratios)} |", flush=True)
+        for name in options.streams or ("0.8", HALVES, TRANSITION):
+            speeds = bench.speeds(drawn_cell(name, batch_size, options.seeds, options.cold, options.telling), makers)
+            ratios = [show(speeds.ratio(variant, "auto")) for variant in ABLATIONS]
+            print(f"| {name}, batch {batch_size} | {' | '.join(ratios)} |", flush=True)
+
+
+def run_looks(_: Bench, options: argparse.Namespace) -> None:
+    for names, loss in log_losses(options.trace).items():
+        print(f"log-loss knowing {names}: {loss:.3f}", flush=True)
+
+
+PARTS = {"pair": run_pair, "grid": run_grid, "ablation": run_ablation, "looks": run_looks}
+
+
+def read_costs(text: str) -> Costs | MeasuredCosts:
+    return make_costs(text if text in COSTS else Path(text).read_text(encoding="utf-8"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--costs", default="memory-bound", help="as for `dsde simulate`")
-    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--costs", default=str(FOLDER / "costs_h200.json"), help=f"a file, or {', '.join(COSTS)}")
+    parser.add_argument("--batches", type=lambda text: [int(item) for item in text.split(",")])
+    parser.add_argument("--streams", type=lambda text: [item.strip() for item in text.split(";")], help="as in 0.3;0.8")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=192, help="of a recorded answer, at most")
+    parser.add_argument("--cold", action="store_true", help="policies have served nothing before")
+    parser.add_argument(
+        "--telling", action="store_true", help="drawn signals go with agreement, as those of real models"
+    )
+    parser.add_argument("--quick", action="store_true", help="without the rivals")
     options = parser.parse_args()
-    costs = make_costs(options.costs)
-    requests = categories(options.trace, options.tokens)
-    for names, loss in log_losses(options.trace).items():
-        print(f"log-loss knowing {names}: {loss:.3f}", flush=True)
-    for batch_size in map(int, options.batches.split(",") if options.batches else []):
-        print(f"\n| batch {batch_size} | best static | {' | '.join(RIVALS)} | auto | auto / best static |")
-        print("| --- |" + " --- |" * (len(RIVALS) + 3))
-        ratios = []
-        for name, group in requests.items():
-            if batch_size > group.size:
-                continue
-
-            def speed(spec: str, group: Requests = group, batch_size: int = batch_size) -> float:
-                return simulate(make_policy(spec), group, costs, batch_size).tokens_per_s
-
-            off = speed("off")
-            speeds = {spec: speed(spec) / off for spec in [*STATIC, *RIVALS, "auto"]}
-            best = max(STATIC, key=speeds.__getitem__)
-            ratios.append(speeds["auto"] / speeds[best])
-            others = " | ".join(f"{speeds[spec]:.2f}" for spec in RIVALS)
-            print(
-                f"| {name} | {speeds[best]:.2f} ({best.partition(':')[2]}) | {others} | {speeds['auto']:.2f} "
-                f"| {ratios[-1]:.3f} |",
-                flush=True,
-            )
-        print(f"\nSpeed-up over off. auto / best static, mean over categories: {np.mean(ratios[:-1]):.3f}")
+    try:
+        PARTS[options.part](Bench(read_costs(options.costs)), options)
+    except (InvalidInput, OSError) as error:
+        sys.exit(f"auto.py: {error}")
 
 
 if __name__ == "__main__":

@@ -59,22 +59,28 @@ class Turns(Policy):
         """[slots] of the requests there are"""
         self.expected = 0.0
         """tokens that drafts so far were to bring, with those that come anyway"""
-        self._planners: deque[Policy] = deque()
+        self._planned: deque[tuple[IntArray, Policy]] = deque()
+        """who planned the steps under way; a plan is known by its batch, and may be that of several steps"""
 
     @property
     def needs(self) -> Need:  # type: ignore[override]
         """Also those of who planned a step that is still under way."""
         needs = self.current.needs
-        for policy in self._planners:
+        for _, policy in self._planned:
             needs |= policy.needs
         return needs
 
     def plan(self, batch: BatchView) -> Plan:
-        self._planners.append(self.current)
+        self._planned.append((batch.slots, self.current))
         return self.current.plan(batch)
 
+    def settle(self) -> None:
+        self.current.settle()
+
     def observe(self, outcome: Outcome) -> None:
-        self._planners.popleft().observe(outcome)
+        while self._planned[0][0] is not outcome.slots:
+            self._planned.popleft()
+        self._planned[0][1].observe(outcome)
         rates = self.rates[outcome.slots]
         self.expected += float((1 + rates * (1 - rates**outcome.drafted) / (1 - rates)).sum())
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Policy, make_policy
-from dsde.policies.acceptance import SEQUENCE_MEMORY, AcceptanceModel
+from dsde.policies.acceptance import AcceptanceModel
 from dsde.simulation import Costs, Line, Requests, make_stream, simulate
 
 MEMORY_BOUND = Costs(Line(0.8e-3, 8, 8e-6), Line(3.9e-3, 8, 22e-6))
@@ -58,7 +58,7 @@ def test_chances_are_learnt_from_what_was_tested() -> None:
     draft_and_test(model, rng, weights, np.zeros(16), 300)
     signals = np.stack((rng.gamma(1.0, 1.5, 500), rng.random(500), rng.random(500)), 1)
     looks = np.column_stack((np.sqrt(signals[:, 0]), signals[:, 1:]))
-    learnt = sigmoid(model.offsets(np.array([40])) + looks @ model.weights[1:])
+    learnt = sigmoid(model.offsets(model.outlooks(np.array([40]))[0]) + looks @ model.weights[2:])
     assert np.abs(learnt - sigmoid(weights[0] + looks @ weights[1:])).mean() < 0.03
 
 
@@ -67,23 +67,48 @@ def test_a_sequence_of_its_own_kind_is_told_from_others_and_forgotten() -> None:
     own = np.array([2.0, -2.0] * 8)
     draft_and_test(model, rng, np.array([0.5, 0.0, 0.0, 0.0]), own, 60)
     slots = np.arange(16)
-    offsets, (outlooks, doubts) = model.offsets(slots), model.outlooks(slots)
-    assert offsets[::2].min() > offsets[1::2].max() + 0.5
-    assert outlooks[::2].min() > outlooks[1::2].max()
+    outlooks, doubts = model.outlooks(slots)
+    offsets = model.offsets(outlooks)
+    assert outlooks[::2].min() > outlooks[1::2].max() + 0.3
+    assert offsets[::2].min() > offsets[1::2].max() + 1.0
     assert (doubts < 0.15).all()
     model.forget(slots)
-    assert np.ptp(model.offsets(slots)) == 0
     assert model.outlooks(slots)[0] == pytest.approx(np.full(16, model.rate))
 
 
-def test_a_request_that_turns_is_another_one_within_its_memory() -> None:
+def test_everybodys_rate_is_that_of_sequences_and_not_of_tokens() -> None:
+    """Easy ones draft more, and must not speak for those who have just come."""
+    rng, model = np.random.default_rng(4), AcceptanceModel()
+    for _ in range(200):
+        lengths = np.array([8, 1] * 8)
+        stands = rng.random((16, 8)) < np.array([0.95, 0.4] * 8)[:, None]
+        accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), lengths)
+        model.observe(outcome(lengths.tolist(), accepted.tolist(), rng.random((int(lengths.sum()), 3))))
+    assert 0.6 < model.rate < 0.75
+
+
+def test_signals_that_tell_nothing_are_left_to_history() -> None:
+    rng, model = np.random.default_rng(5), AcceptanceModel()
+    rates = np.array([0.9, 0.3] * 4)
+    for _ in range(400):
+        stands = rng.random((8, 4)) < rates[:, None]
+        accepted = np.minimum.accumulate(stands, axis=1).sum(axis=1)
+        model.observe(outcome([4] * 8, accepted.tolist(), rng.random((32, 3))))
+    offsets = model.offsets(model.outlooks(np.arange(8))[0])
+    looks = np.column_stack((np.sqrt(rng.random(500)), rng.random((500, 2)))) @ model.weights[2:]
+    for offset, rate in zip(offsets, rates, strict=True):
+        assert np.abs(sigmoid(offset + looks) - rate).mean() < 0.1
+
+
+def test_a_request_that_turns_is_another_one_within_a_few_steps() -> None:
+    """From prose to code, with signals that do not tell: what is known of sixty steps is outweighed by five."""
     rng, model = np.random.default_rng(2), AcceptanceModel()
     weights = np.array([0.5, 0.0, 0.0, 0.0])
     draft_and_test(model, rng, weights, np.full(8, -2.0), 60)
     before = model.outlooks(np.arange(8))[0].mean()
-    draft_and_test(model, rng, weights, np.full(8, 3.0), int(SEQUENCE_MEMORY))
+    draft_and_test(model, rng, weights, np.full(8, 3.0), 5)
     assert before < 0.3
-    assert model.outlooks(np.arange(8))[0].mean() > 0.8
+    assert model.outlooks(np.arange(8))[0].mean() > 0.65
 
 
 def test_what_was_behind_a_rejection_teaches_nothing() -> None:
@@ -95,7 +120,7 @@ def test_what_was_behind_a_rejection_teaches_nothing() -> None:
     one.observe(outcome([4], [1], signals))
     other.observe(outcome([4], [1], changed))
     assert np.array_equal(one.weights, other.weights)
-    assert one.offsets(np.array([0])) == other.offsets(np.array([0]))
+    assert one.outlooks(np.array([0]))[0] == other.outlooks(np.array([0]))[0]
 
 
 class Known(CostModel):
@@ -125,16 +150,8 @@ def test_lengths_are_nearly_the_best_of_all(costs: Costs, seed: int) -> None:
     outlooks = np.random.default_rng(seed).uniform(0.2, 0.97, 3)
     choice = Auto(max=6, cost=Known(costs))._choose(batch(3), outlooks)
     best = max(rate_of(np.array(lengths), outlooks, costs) for lengths in product(range(7), repeat=3))
-    assert choice.rate == pytest.approx(rate_of(choice.lengths, outlooks, costs))
-    assert choice.rate > 0.999 * best
-
-
-def test_with_many_sequences_a_few_levels_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    outlooks = np.random.default_rng(9).uniform(0.2, 0.97, 12)
-    policy = Auto(max=12, cost=Known(COMPUTE_BOUND))
-    exact = policy._choose(batch(12), outlooks).rate
-    monkeypatch.setattr("dsde.policies.auto._FEW", 0)
-    assert policy._choose(batch(12), outlooks).rate > 0.99 * exact
+    assert choice.rate == pytest.approx(rate_of(choice.lengths, outlooks, costs), rel=0.03)
+    assert rate_of(choice.lengths, outlooks, costs) > 0.99 * best
 
 
 def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None:
@@ -145,6 +162,7 @@ def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None
     signals = plan.signals
     assert (signals["gain_of_last"] > signals["gain_of_next"]).all()
     assert (signals["gain_of_last"] >= signals["cost_of_token"]).all()
+    assert np.isfinite(np.stack(list(signals.values()))).all()
     assert (signals["rate"] > signals["rate_off"]).all()
 
 
@@ -179,12 +197,81 @@ def drive(policy: Policy, rates: list[float], costs: Costs, num_seqs: int, warms
     return drafted
 
 
+def test_a_plan_made_ahead_is_the_plan_made_late() -> None:
+    """While the device is busy or when it is waited for: what was learnt is the same, so lengths and reasons are."""
+    rng, ahead, late = np.random.default_rng(8), Auto(), Auto()
+    for _ in range(30):
+        plans = [policy.plan(batch(4)) for policy in (ahead, late)]
+        assert np.array_equal(plans[0].lengths, plans[1].lengths)
+        for name, values in plans[0].signals.items():
+            assert np.array_equal(values, plans[1].signals[name]), name
+        ahead.settle()
+        lengths = plans[0].lengths
+        found = outcome(
+            lengths.tolist(),
+            rng.integers(0, lengths + 1).tolist(),
+            rng.random((int(lengths.sum()), 3)),
+            draft_s=MEMORY_BOUND.draft_s(lengths),
+            verify_s=MEMORY_BOUND.verify.seconds(4 + int(lengths.sum())),
+        )
+        for policy in (ahead, late):
+            policy.observe(found)
+
+
+def test_a_plan_made_for_others_is_not_used() -> None:
+    policy = Auto(cost=Known(MEMORY_BOUND))
+    policy.plan(batch(4))
+    policy.settle()
+    assert policy.plan(batch(6)).lengths.size == 6
+    policy.settle()
+    short = BatchView(np.arange(6), np.array([0, 1, 100, 100, 100, 100]), np.zeros(6), 6)
+    assert (policy.plan(short).lengths <= short.rooms).all()
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.55, 0.6])
+def test_it_does_not_thrash_where_drafting_pays_about_as_much_as_not(rate: float) -> None:
+    """Near the break-even nothing is lost by either; what would be lost is lost by going to and fro."""
+    requests = stream(f"iid:{rate}", telling=False, num_tokens=512)
+    costs = Costs(Line(3.2e-3), Line(6e-3, 64, 20e-6))
+    policy = Auto()
+    simulate(policy, requests, costs, 32)
+    policy.forget(np.arange(32))
+    speed = simulate(policy, requests, costs, 32).tokens_per_s
+    off, one = (simulate(make_policy(spec), requests, costs, 32).tokens_per_s for spec in ("off", "static:1"))
+    assert 0.9 < off / one < 1.1
+    assert speed > 0.985 * max(off, one)
+
+
 def test_it_stops_where_drafting_cannot_pay_and_looks_again_at_a_bounded_price() -> None:
     policy = Auto()
     drafted = drive(policy, [0.05] * 600 + [0.95] * 900, MEMORY_BOUND, 8)
     quiet = drafted[200:600]
     assert sum(count > 0 for count in quiet) < 0.1 * len(quiet)
     assert sum(count > 0 for count in drafted[-100:]) > 90
+
+
+def test_while_it_rests_it_says_for_how_long() -> None:
+    """Steps that a device may be given ahead: in none of them is it time for a look."""
+    policy, rng = Auto(), np.random.default_rng(0)
+    rests = []
+    for _ in range(200):
+        plan = policy.plan(batch(8))
+        for _ in range(1 + plan.num_resting):
+            total = int(plan.lengths.sum())
+            policy.observe(
+                outcome(
+                    plan.lengths.tolist(),
+                    [0] * 8,
+                    rng.random((total, 3)),
+                    draft_s=MEMORY_BOUND.draft_s(plan.lengths),
+                    verify_s=MEMORY_BOUND.verify.seconds(8 + total),
+                )
+            )
+        assert plan.num_resting == 0 or not plan.lengths.any()
+        rests.append(plan.num_resting)
+        policy.settle()
+    assert np.mean(rests[100:]) > 5
+    assert sum(rest == 0 for rest in rests[100:]) >= 5  # and looks again
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8])

@@ -1,9 +1,12 @@
-"""How likely a drafted token is to stand, learnt from every verification: a logistic regression that never stops.
+"""How likely a drafted token is to stand, learnt from every verification, while serving.
 
-A position's log-odds are linear in what the draft's distribution looks like there (square root of the entropy, top
-probability, margin: shared by all requests) plus an offset of its sequence, which holds what the distribution does not
-tell: it is drawn towards zero, that is towards everybody's, while little is known of the sequence or it was long ago.
-Only positions up to the first rejection are learnt from; those behind it were never tested. Knows nothing of costs.
+Of a sequence there is its *outlook*: the chance of a position that nobody has looked at yet, from what stood of late,
+drawn towards everybody's rate while little is known. How far back one should look depends on what is being written, so
+several memories are kept, and those that foretold best lately count. Of a position that has been looked at there is a
+logistic regression, shared by all requests and never finished: its log-odds are linear in what the draft's distribution
+looks like there (square root of the entropy, top probability, margin) and in how far the sequence's outlook is from
+everybody's rate. So it is learnt, too, how much history still says beside the signals. Only positions up to the first
+rejection are learnt from; those behind it were never tested. Knows nothing of costs.
 """
 
 from __future__ import annotations
@@ -16,103 +19,133 @@ from dsde.policies.base import FloatArray, IntArray, Outcome
 from dsde.policies.slots import SlotTable
 
 NUM_LOOKS = 3
-PRIOR_WEIGHTS = np.array([0.5, -1.0, 1.0, 3.0])
-"""intercept, root of the entropy, top probability, margin: sure drafts are accepted, others as by a coin"""
+PRIOR_WEIGHTS = np.array([0.5, 1.0, -1.0, 1.0, 3.0])
+"""constant, history, root of the entropy, top probability, margin: sure drafts are accepted, others as by a coin"""
 PRIOR_PRECISION = 1.0
 """of each of them: worth about ten tokens"""
 MEMORY = 4096.0
-"""tested tokens, of all requests, after which what the weights were learnt from counts about a third"""
-SEQUENCE_MEMORY = 24.0
-"""the same of one sequence's own: a request that turns from prose to code is another one soon"""
-OFFSET_PRECISION = 2.0
-"""of a sequence's offset before it has been tested: most lie within a unit of log-odds"""
-PRIOR_RATE, PRIOR_TESTED = 0.7, 8.0
-"""chance of a position that nobody has looked at, and how many tested tokens outweigh it"""
+"""tested tokens, of all requests, after which what was learnt from others counts about a third"""
+MEMORIES = np.array([8.0, 24.0, 96.0, 96.0, 96.0])
+"""the same of a sequence's own: a request that turns from prose to code is another one soon"""
+STRENGTHS = np.array([2.0, 4.0, 2.0, 8.0, 48.0])
+"""tested tokens that everybody's rate counts for beside them"""
+CONTEST = 1024.0
+"""tested tokens after which it counts about a third how well a memory foretold"""
+OWN_CONTEST = 24.0
+"""the same of a sequence's own tokens"""
+OTHERS = 128.0
+"""tested tokens that what was found with all counts for beside them"""
+PRIOR_RATE, PRIOR_VOICES = 0.7, 2.0
+"""of everybody before anything was tested, and how many voices outweigh it"""
+ONE_VOICE = 4.0
+"""tested tokens that give a sequence half a voice on everybody's rate"""
+RATE_MEMORY = 512.0
+"""voices after which one counts about a third"""
+LOWEST, HIGHEST = 0.005, 0.995
+"""outlooks"""
 
 
 @dataclass
 class _Sequences(SlotTable):
-    pulls: FloatArray
-    """fading sums: information on the offset times the offset it speaks for"""
-    information: FloatArray
     num_accepted: FloatArray
-    """fading sums, like the next"""
+    """[slots, memories] fading sums, like the next"""
     num_tested: FloatArray
+    evidence: FloatArray
+    """log-probability of what was found, by memory, fading"""
 
 
 class AcceptanceModel:
     def __init__(self) -> None:
         self.weights = PRIOR_WEIGHTS.copy()
-        self._information = np.eye(1 + NUM_LOOKS) * PRIOR_PRECISION
-        self._num_accepted, self._num_tested = PRIOR_RATE * PRIOR_TESTED, PRIOR_TESTED
-        self._sequences = _Sequences(*(np.zeros(1) for _ in range(4)))
+        self._information = np.eye(2 + NUM_LOOKS) * PRIOR_PRECISION
+        self._num_accepted, self._num_tested = PRIOR_RATE * PRIOR_VOICES, PRIOR_VOICES
+        self._evidence = np.zeros(MEMORIES.size)
+        """log-probability of what was found, by memory, fading"""
+        self._num_contested = 1.0
+        self._sequences = _Sequences(*(np.zeros((1, MEMORIES.size)) for _ in range(3)))
 
     @property
     def rate(self) -> float:
         """Of tested tokens that stood, lately, over all requests."""
         return self._num_accepted / self._num_tested
 
-    def offsets(self, slots: IntArray) -> FloatArray:
-        """Log-odds of a position of these sequences before one looks at it."""
-        self._sequences.cover(slots)
-        offsets: FloatArray = self.weights[0] + self._own(slots)
-        return offsets
-
     def outlooks(self, slots: IntArray) -> tuple[FloatArray, FloatArray]:
-        """[slots] chance of a position that nobody has looked at yet: what stood of late, with everybody's rate where
-        that is not much; and how far off that may well be."""
+        """[slots] chance of a position that nobody has looked at yet, and how far off that may well be."""
         self._sequences.cover(slots)
-        num_tested = self._sequences.num_tested[slots] + PRIOR_TESTED
-        outlooks = (self._sequences.num_accepted[slots] + PRIOR_TESTED * self.rate) / num_tested
-        return outlooks, np.sqrt(outlooks * (1 - outlooks) / num_tested)
+        num_tested = self._sequences.num_tested[slots] + STRENGTHS
+        guesses = (self._sequences.num_accepted[slots] + STRENGTHS * self.rate) / num_tested
+        trust = self._trust(slots)
+        outlooks = np.minimum(np.maximum(np.add.reduce(guesses * trust, axis=1), LOWEST), HIGHEST)
+        return outlooks, np.sqrt(outlooks * (1 - outlooks) / np.add.reduce(num_tested * trust, axis=1))
+
+    def offsets(self, outlooks: FloatArray) -> FloatArray:
+        """Log-odds of a position of sequences with these outlooks, before its signals."""
+        offsets: FloatArray = self.weights[0] + self.weights[1] * self._history(outlooks)
+        return offsets
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from a step, and let what is known of those who did not draft fade."""
-        self._sequences.cover(outcome.slots)
-        num_tested = np.minimum(outcome.accepted + 1, outcome.drafted)
-        self._fade(outcome.slots, np.maximum(num_tested, 1))
+        slots, accepted = outcome.slots, outcome.accepted
+        num_tested = np.minimum(accepted + 1, outcome.drafted)
         total = int(num_tested.sum())
+        outlooks = self._observe_sequences(slots, accepted[:, None], num_tested[:, None], total)
         if not total:
             return
-        places, owners, stood = _tested(outcome, num_tested)
-        looks = np.empty((total, 1 + NUM_LOOKS))
-        looks[:, 0] = 1.0
-        signals = outcome.draft_signals[places]
-        looks[:, 1] = np.sqrt(signals[:, 0])
-        looks[:, 2:] = signals[:, 1:]
-        slots = outcome.slots[owners]
-        own = self._own(slots)
-        chances = 1 / (1 + np.exp(-(looks @ self.weights + own)))
-        missing, doubts = stood - chances, chances * (1 - chances)
-        self._learn_own(outcome.slots, owners, missing + doubts * own, doubts)
-        self._learn_weights(looks, missing, doubts)
-        kept = np.exp(-total / MEMORY)
-        self._num_accepted = kept * self._num_accepted + float(outcome.accepted.sum())
-        self._num_tested = kept * self._num_tested + total
-        self._sequences.num_accepted[outcome.slots] += outcome.accepted
-        self._sequences.num_tested[outcome.slots] += num_tested
+        self._learn_weights(outcome, num_tested, self._history(outlooks))
 
     def forget(self, slots: IntArray) -> None:
         self._sequences.reset(slots)
 
-    def _own(self, slots: IntArray) -> FloatArray:
+    def _trust(self, slots: IntArray) -> FloatArray:
+        """[slots, memories] by how well they foretold of late: these sequences, and all."""
+        evidence = self._sequences.evidence[slots] + self._evidence * (OTHERS / self._num_contested)
+        trust = np.exp(evidence - np.maximum.reduce(evidence, axis=1)[:, None])
+        trusts: FloatArray = trust / np.add.reduce(trust, axis=1)[:, None]
+        return trusts
+
+    def _history(self, outlooks: FloatArray) -> FloatArray:
+        """How far, in log-odds, a sequence is from everybody."""
+        history: FloatArray = np.log(outlooks / (1 - outlooks)) - np.log(self.rate / (1 - self.rate))
+        return history
+
+    def _observe_sequences(self, slots: IntArray, accepted: IntArray, num_tested: IntArray, total: int) -> FloatArray:
+        """Returns the outlooks before."""
         sequences = self._sequences
-        own: FloatArray = sequences.pulls[slots] / (sequences.information[slots] + OFFSET_PRECISION)
-        return own
+        sequences.cover(slots)
+        were_accepted, were_tested = sequences.num_accepted[slots], sequences.num_tested[slots]
+        guesses = (were_accepted + STRENGTHS * self.rate) / (were_tested + STRENGTHS)
+        guesses = np.minimum(np.maximum(guesses, LOWEST), HIGHEST)
+        outlooks: FloatArray = np.add.reduce(guesses * self._trust(slots), axis=1)
+        kept = np.exp(-np.maximum(num_tested, 1) / MEMORIES)
+        sequences.num_accepted[slots] = kept * were_accepted + accepted
+        sequences.num_tested[slots] = kept * were_tested + num_tested
+        if total:
+            # Every sequence counts about once, or those that draft much, because they are easy, would speak for all.
+            shares = 1 / (sequences.num_tested[slots, -1] + ONE_VOICE)
+            voices = float(shares @ sequences.num_tested[slots, -1])
+            kept_rate = np.exp(-voices / RATE_MEMORY)
+            self._num_accepted = kept_rate * self._num_accepted + float(shares @ sequences.num_accepted[slots, -1])
+            self._num_tested = kept_rate * self._num_tested + voices
+            found = accepted * np.log(guesses) + (num_tested - accepted) * np.log1p(-guesses)
+            faded = np.exp(-total / CONTEST)
+            self._evidence = faded * self._evidence + np.add.reduce(found, axis=0)
+            self._num_contested = faded * self._num_contested + total
+            sequences.evidence[slots] = np.exp(-num_tested / OWN_CONTEST) * sequences.evidence[slots] + found
+        return outlooks
 
-    def _fade(self, slots: IntArray, num_tokens: IntArray) -> None:
-        kept = np.exp(-num_tokens / SEQUENCE_MEMORY)
-        for column in ("pulls", "information", "num_accepted", "num_tested"):
-            getattr(self._sequences, column)[slots] *= kept
-
-    def _learn_own(self, slots: IntArray, owners: IntArray, pulls: FloatArray, doubts: FloatArray) -> None:
-        self._sequences.pulls[slots] += np.bincount(owners, pulls, slots.size)
-        self._sequences.information[slots] += np.bincount(owners, doubts, slots.size)
-
-    def _learn_weights(self, looks: FloatArray, missing: FloatArray, doubts: FloatArray) -> None:
+    def _learn_weights(self, outcome: Outcome, num_tested: IntArray, history: FloatArray) -> None:
         """One step of Newton's method, where the curvature is that of everything seen so far, fading."""
+        places, owners, stood = _tested(outcome, num_tested)
+        looks = np.empty((stood.size, 2 + NUM_LOOKS))
+        looks[:, 0] = 1.0
+        looks[:, 1] = history[owners]
+        signals = outcome.draft_signals[places]
+        looks[:, 2] = np.sqrt(signals[:, 0])
+        looks[:, 3:] = signals[:, 1:]
+        chances = 1 / (1 + np.exp(-(looks @ self.weights)))
+        missing, doubts = stood - chances, chances * (1 - chances)
         kept = np.exp(-missing.size / MEMORY)
-        prior = (1 - kept) * PRIOR_PRECISION * np.eye(1 + NUM_LOOKS)
+        prior = (1 - kept) * PRIOR_PRECISION * np.eye(2 + NUM_LOOKS)
         self._information = kept * self._information + prior + looks.T @ (looks * doubts[:, None])
         self.weights += np.linalg.solve(self._information, looks.T @ missing)
 

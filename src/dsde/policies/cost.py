@@ -5,6 +5,7 @@ Knows sizes and seconds; knows no model, no device, no context length.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ LONGEST_SILENCE = 4096
 """measurements elsewhere after which a bucket is forgotten: the load, and the machine, may have changed"""
 LONGEST_PAUSE = 512
 """measurements elsewhere after which a new one of a bucket replaces the old ones instead of joining them"""
+WOBBLE = 0.005
+"""share by which a bucket may have moved before seconds are worked out again"""
 VERIFY_S = 0.01
 KNEE = 256.0
 """tokens up to which a verification is taken to cost the same: below it, reading the weights is what takes time"""
@@ -51,19 +54,25 @@ class Curve:
     that contradict this the smaller size is lowered, because a step is slow by accident but hardly ever fast.
     """
 
-    def __init__(self, prior_s: float, num_trusted: int = NUM_TRUSTED) -> None:
+    def __init__(self, prior_s: float, num_trusted: int = NUM_TRUSTED, is_flat_below: bool = False) -> None:
+        """With `is_flat_below`, sizes below the smallest measured cost as much as that."""
         self.prior_s = prior_s
+        self.is_flat_below = is_flat_below
         self.num_trusted = num_trusted
         self._held = np.zeros((NUM_BUCKETS, NUM_HELD))
         self._num_seen = np.zeros(NUM_BUCKETS, np.int64)
         self._seen_at = np.zeros(NUM_BUCKETS, np.int64)
         self._ratios = np.ones(NUM_BUCKETS)
+        self._used = np.ones(NUM_BUCKETS)
+        """ratios that the table was made of"""
+        self._rebuild_at = 0
+        self._largest = 0.0
         self._table = prior_s * _FLAT_THEN_LINEAR
         self._is_stale = False
         self.num_measured = 0
 
     def observe(self, size: float, seconds: float) -> None:
-        if not (np.isfinite(seconds) and seconds >= 0 and size >= 1):
+        if not (math.isfinite(seconds) and seconds >= 0 and size >= 1):
             return
         index = _bucket(size)
         if self.num_measured - self._seen_at[index] > LONGEST_PAUSE:
@@ -73,7 +82,10 @@ class Curve:
         self.num_measured += 1
         self._seen_at[index] = self.num_measured
         self._ratios[index] = self._typical(index)
-        self._is_stale = True
+        # Not for every wobble of a median: working the table out again is what takes time.
+        used = self._used[index]
+        has_moved = abs(self._ratios[index] - used) > WOBBLE * used or self._num_seen[index] <= self.num_trusted
+        self._is_stale |= bool(has_moved) or self.num_measured >= self._rebuild_at
 
     def seconds(self, sizes: ArrayLike) -> FloatArray:
         """What these sizes cost; the last two knots go on as a line, so that nothing is too large."""
@@ -96,9 +108,14 @@ class Curve:
         """Those measured."""
         return _CENTERS[self._num_seen > 0]
 
+    @property
+    def largest(self) -> float:
+        """Of those measured, as the table knows them; 0: none."""
+        return self._largest
+
     def _typical(self, index: int) -> float:
         num = min(int(self._num_seen[index]), NUM_HELD)
-        held = np.sort(self._held[index, :num])
+        held = sorted(self._held[index, :num].tolist())
         return float(held[0] if num <= self.num_trusted else held[(num - 1) // 2])
 
     def _rebuild(self) -> None:
@@ -109,14 +126,17 @@ class Curve:
         ratios = np.interp(np.arange(NUM_BUCKETS), places, self._ratios[places])
         table = self.prior_s * ratios * _FLAT_THEN_LINEAR
         first, last = int(places[0]), int(places[-1])
+        self._largest = float(_CENTERS[last])
         between = slice(first, last + 1)
         table[between] = np.minimum(table[between], np.interp(_CENTERS[between], _CENTERS[places], table[places]))
-        table[:first] = table[first] * _CENTERS[:first] / _CENTERS[first]
+        table[:first] = table[first] * (1.0 if self.is_flat_below else _CENTERS[:first] / _CENTERS[first])
         far = places[places <= last - BUCKETS_PER_OCTAVE]
         if far.size:
             slope = (table[last] - table[far[-1]]) / (_CENTERS[last] - _CENTERS[far[-1]])
             table[last:] = np.maximum(table[last:], table[last] + slope * (_CENTERS[last:] - _CENTERS[last]))
         self._table = np.minimum.accumulate(table[::-1])[::-1]
+        self._used[:] = self._ratios
+        self._rebuild_at = self.num_measured + NUM_HELD
         self._is_stale = False
 
     def to_dict(self) -> dict[str, list[float]]:
@@ -181,11 +201,14 @@ class CostModel:
     One model belongs to one policy or stage, which hands every outcome to `observe`.
     """
 
-    def __init__(self, num_trusted: int = NUM_TRUSTED, num_tried: int = 1) -> None:
-        """A draft pass is believed to cost what it does once `num_tried` steps have drafted, and not before."""
+    def __init__(self, num_trusted: int = NUM_TRUSTED, num_tried: int = 1, flat_drafts: bool = False) -> None:
+        """A draft pass is believed to cost what it does once `num_tried` steps have drafted, and not before.
+
+        With `flat_drafts` one of fewer sequences than ever measured costs no less, for who would make many of these.
+        """
         self._num_tried = num_tried
         self._verify = Curve(VERIFY_S, num_trusted)
-        self._draft = Curve(VERIFY_S * DRAFT_SHARE, num_trusted)
+        self._draft = Curve(VERIFY_S * DRAFT_SHARE, num_trusted, flat_drafts)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
         self._num_unclean = 0
@@ -223,6 +246,10 @@ class CostModel:
     def num_verified(self, tokens: float) -> int:
         """Verifications measured at about so many tokens."""
         return self._verify.num_near(tokens)
+
+    def is_measured(self, tokens: float) -> bool:
+        """Whether verifications of so many tokens, or more, have been."""
+        return self._verify.largest >= tokens
 
     def age(self, tokens: float) -> int:
         """Verifications since the last one of about so many tokens."""
@@ -322,4 +349,4 @@ def limit(seconds: float, expected: float) -> float:
 
 
 def _bucket(size: float) -> int:
-    return min(max(round(BUCKETS_PER_OCTAVE * float(np.log2(size))), 0), NUM_BUCKETS - 1)
+    return min(max(round(BUCKETS_PER_OCTAVE * math.log2(size)), 0), NUM_BUCKETS - 1)

@@ -25,6 +25,7 @@ class Probe:
         self.max_length = max_length
         self.is_under_way = False
         self._saved_s = 0.0
+        self._price_s = 0.0
 
     def length(self, batch: BatchView) -> int:
         """For everybody."""
@@ -32,8 +33,16 @@ class Probe:
 
     def begin(self, batch: BatchView) -> bool:
         """Whether enough time is set aside for a short draft, as if nothing of it were accepted."""
-        self.is_under_way = bool(batch.rooms.any()) and self._saved_s >= self._price_s(batch)
+        self.is_under_way = False
+        if batch.rooms.any():
+            self._price_s = self._cost_s(batch)
+            self._saved_s = min(self._saved_s, 2 * self._price_s)
+            self.is_under_way = self._saved_s >= self._price_s
         return self.is_under_way
+
+    def num_steps_left(self, plain_s: float) -> int:
+        """Steps of so many seconds, without drafts, until there is enough for such a probe as was asked for last."""
+        return max(int((self._price_s - self._saved_s) / (SHARE * plain_s)), 0)
 
     def save(self, plain_s: float) -> None:
         """A step without drafts took so long."""
@@ -44,13 +53,11 @@ class Probe:
         self._saved_s -= max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, 0.0)
         self.is_under_way = False
 
-    def _price_s(self, batch: BatchView) -> float:
+    def _cost_s(self, batch: BatchView) -> float:
         num, length = batch.slots.size, self.length(batch)
         base = max(batch.num_decoding, num) + batch.num_prompt_tokens
         verify_s = self.cost.verify_s([base, base + int(np.minimum(length, batch.rooms).sum())])
         catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
         price_s = length * float(self.cost.draft_s(num)) + float(verify_s[1] - verify_s[0]) + catch_up_s
         # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
-        price_s = min(price_s, MOST_STEPS * float(verify_s[0]))
-        self._saved_s = min(self._saved_s, 2 * price_s)
-        return price_s
+        return min(price_s, MOST_STEPS * float(verify_s[0]))

@@ -6,6 +6,7 @@ costs are like the machine's. Knows policies; knows nothing of tokens, models an
 
 from dsde.simulation.comparison import Comparison, Row, compare
 from dsde.simulation.costs import COSTS, Costs, Line, make_costs
+from dsde.simulation.measured import MeasuredCosts
 from dsde.simulation.requests import Requests, Stream
 from dsde.simulation.simulator import Result, simulate
 from dsde.simulation.streams import Iid, Mixed, Phases, make_stream
@@ -17,6 +18,7 @@ __all__ = [
     "Costs",
     "Iid",
     "Line",
+    "MeasuredCosts",
     "Mixed",
     "Phases",
     "Recorded",

@@ -8,6 +8,7 @@ from typing import Any
 
 from dsde.policies import make_policy
 from dsde.simulation.costs import Costs
+from dsde.simulation.measured import MeasuredCosts
 from dsde.simulation.requests import Requests
 from dsde.simulation.simulator import Result, simulate
 
@@ -41,7 +42,12 @@ class Comparison:
 
 
 def compare(
-    specs: Sequence[str], requests: Requests, costs: Costs, batch_size: int | None = None, *, prompts: bool = False
+    specs: Sequence[str],
+    requests: Requests,
+    costs: Costs | MeasuredCosts,
+    batch_size: int | None = None,
+    *,
+    prompts: bool = False,
 ) -> Comparison:
     """Every policy from a fresh start; `specs` as `make_policy` takes them."""
     policies = {spec: make_policy(spec) for spec in specs}  # before the work: one of them may be misspelt

@@ -16,6 +16,7 @@ import numpy as np
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import FloatArray, IntArray
 from dsde.policies.limits import check_real
+from dsde.simulation.measured import MeasuredCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,14 @@ class Costs:
         num_active = passes.size - np.add.accumulate(np.bincount(passes))[:-1]
         return float(self.draft.seconds_of(num_active).sum())
 
+    def pass_s(self, num_sequences: IntArray | int) -> FloatArray:
+        """Of one pass of the draft."""
+        return self.draft.seconds_of(np.asarray(num_sequences))
+
+    def verify_s(self, num_sequences: int, num_tokens: IntArray | int) -> FloatArray:
+        """Of packed tokens, whoever they belong to."""
+        return self.verify.seconds_of(np.asarray(num_tokens))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -71,8 +80,11 @@ COSTS = {
 }
 
 
-def make_costs(text: str) -> Costs:
-    """A preset by name, or JSON: `{"draft": {"flat_s": 0.001}, "verify": {"flat_s": 0.005, "each_s": 2e-5}}`."""
+def make_costs(text: str) -> Costs | MeasuredCosts:
+    """A preset by name, or JSON: `{"draft": {"flat_s": 0.001}, "verify": {"flat_s": 0.005, "each_s": 2e-5}}`.
+
+    Lists in place of the inner objects are a measured table, see `MeasuredCosts`.
+    """
     if text.strip() in COSTS:
         return COSTS[text.strip()]
     if not text.strip().startswith("{"):
@@ -81,6 +93,12 @@ def make_costs(text: str) -> Costs:
         given = json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidInput(f"cost is not valid JSON: {error}") from None
+    if isinstance(given.get("verify"), list):
+        _check_keys("cost", given, {"machine", "draft", "verify", "step_s", "drafting_s"}, {"draft", "verify"})
+        overheads = {name: given.get(name, 0.0) for name in ("step_s", "drafting_s")}
+        for name, seconds in overheads.items():
+            check_real(name, seconds, 0.0, math.inf)
+        return MeasuredCosts(given["draft"], given["verify"], **overheads)
     _check_keys("cost", given, {"draft", "verify", "step_s"}, {"draft", "verify"})
     lines = {name: _make_line(name, given[name]) for name in ("draft", "verify")}
     return Costs(**lines, step_s=given.get("step_s", 0.0))

@@ -36,6 +36,8 @@ class Requests:
     top_probs: FloatArray | None = None
     """of the draft; None: taken to follow from the entropy, as do margins"""
     margins: FloatArray | None = None
+    rates: FloatArray | None = None
+    """probability of agreement that `agreed` was drawn with, of one column where it is constant; None: not drawn"""
 
     @property
     def size(self) -> int:

@@ -16,6 +16,7 @@ from dsde.core.stops import SIGNALS, Signal
 from dsde.policies import BatchView, Need, Outcome, Pace, Policy
 from dsde.policies.base import BoolArray, FloatArray, IntArray
 from dsde.simulation.costs import Costs
+from dsde.simulation.measured import MeasuredCosts
 from dsde.simulation.requests import Requests
 from dsde.simulation.stops import stop_drafts
 
@@ -70,7 +71,7 @@ class Result:
 def simulate(
     policy: Policy,
     requests: Requests,
-    costs: Costs,
+    costs: Costs | MeasuredCosts,
     batch_size: int | None = None,
     *,
     prompts: bool = False,
@@ -99,7 +100,7 @@ class _Simulator:
         self,
         policy: Policy,
         requests: Requests,
-        costs: Costs,
+        costs: Costs | MeasuredCosts,
         batch_size: int | None,
         prompts: bool,
         tpot_s: FloatArray | None,
@@ -141,7 +142,7 @@ class _Simulator:
         )
         accepted = self._decode(batch, rows, positions) if slots.size else np.empty(0, np.int64)
         if self.reading.size and not slots.size:
-            self._spend(0.0, self.costs.verify.seconds(batch.num_prompt_tokens))
+            self._spend(0.0, float(self.costs.verify_s(self.reading.size, batch.num_prompt_tokens)))
         emitted = accepted + 1
         self.positions[slots] += emitted
         self.result.num_steps += 1
@@ -170,13 +171,14 @@ class _Simulator:
             temperatures=batch.temperatures,
             draft_signals=self._draft_signals(rows, positions, drafted),
             draft_s=self.costs.draft_s(passes),
-            verify_s=self.costs.verify.seconds(num_packed),
+            verify_s=float(self.costs.verify_s(batch.num_decoding, num_packed)),
             num_decoding=batch.num_decoding,
             num_prompt_tokens=batch.num_prompt_tokens,
             num_drafted=num_drafted,
             num_cut=0 if plan.budget is None else plan.budget.num_cut,
             num_draft_passes=int(passes.max()),
         )
+        self.policy.settle()
         self.policy.observe(outcome)
         self._spend(outcome.draft_s, outcome.verify_s)
         self.result.num_turns += batch.num_decoding

@@ -23,17 +23,24 @@ from dsde.simulation.traces import Recorded
 
 LARGEST_ENTROPY = float(np.log(128_256))
 """of a draft that knows nothing, at a common size of vocabulary"""
+BLIND_RATE = 0.7
+"""what the signals of a blind stream look like"""
 
 
 class DrawnStream(ABC):
     """A stream that is known by its acceptance rates."""
+
+    is_blind = False
+    """whether KLD and entropy look the same whatever becomes of a token, as where a coin decides on random weights"""
 
     def draw(self, num_requests: int, num_tokens: int, seed: int) -> Requests:
         check_size(num_requests, num_tokens)
         rng = np.random.default_rng(seed)
         rates = self.rates(num_requests, num_tokens, rng)
         agreed = rng.random((num_requests, num_tokens)) < rates
-        klds, entropies = draw_signals(rates, agreed, rng)
+        looks_like = np.full_like(rates, BLIND_RATE) if self.is_blind else rates
+        shown = rng.random(agreed.shape) < BLIND_RATE if self.is_blind else agreed
+        klds, entropies = draw_signals(looks_like, shown, rng)
         return Requests(
             num_tokens=np.full(num_requests, num_tokens),
             num_prompt_tokens=np.zeros(num_requests, np.int64),
@@ -41,6 +48,7 @@ class DrawnStream(ABC):
             klds=klds,
             entropies=entropies,
             temperature=1.0,
+            rates=rates,
         )
 
     @abstractmethod
@@ -107,8 +115,17 @@ MOST_NUMBERS = {"iid": 1, "phases": 3, "mixed": 1000}
 
 
 def make_stream(spec: str) -> Stream:
-    """`iid:RATE`, `phases` or `phases:EASY,HARD,LENGTH`, `mixed:RATE,RATE,...`, a recorded FILE, or `sampled:FILE`."""
+    """`iid:RATE`, `phases` or `phases:EASY,HARD,LENGTH`, `mixed:RATE,RATE,...`, a recorded FILE, or `sampled:FILE`.
+
+    `blind:` before one of the first three: the draft's signals tell nothing.
+    """
     name, _, rest = (part.strip() for part in spec.partition(":"))
+    if name == "blind":
+        stream = make_stream(rest)
+        if not isinstance(stream, DrawnStream):
+            raise InvalidInput(f"blind goes with {', '.join(DRAWN)}, not with {rest!r}")
+        stream.is_blind = True
+        return stream
     if name in DRAWN:
         numbers = [_number(name, text) for text in rest.split(",")] if rest else []
         if len(numbers) > MOST_NUMBERS[name]:

@@ -1,0 +1,88 @@
+"""What a step costs by a table that was measured on a machine, in seconds. Knows counts of sequences and tokens only.
+
+Between measured sizes seconds are taken on straight lines, below the smallest as there, above the largest further along
+the last line. A verification is looked up by the sequences in it and by its tokens a sequence: as many tokens cost
+more where they belong to fewer sequences, which a line over tokens alone cannot say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dsde.core.errors import InvalidInput
+from dsde.policies.base import FloatArray, IntArray
+
+FORM = '{"draft": [[sequences, seconds], ...], "verify": [[sequences, tokens, seconds], ...]}'
+
+
+class MeasuredCosts:
+    """The same questions as `Costs` answers. Plain steps are those with one token a sequence."""
+
+    def __init__(
+        self,
+        draft: Sequence[Sequence[float]],
+        verify: Sequence[Sequence[float]],
+        step_s: float = 0.0,
+        drafting_s: float = 0.0,
+    ) -> None:
+        """`drafting_s`: once in every step that drafts, beside the passes."""
+        self._given = {"draft": draft, "verify": verify, "step_s": step_s, "drafting_s": drafting_s}
+        passes, verifications = _rows(draft, 2), _rows(verify, 3)
+        self.step_s, self.drafting_s = float(step_s), float(drafting_s)
+        self._draft = _Knots(passes[:, 0], passes[:, 1])
+        self._batch_sizes = np.unique(verifications[:, 0])
+        self._verify = []
+        for size in self._batch_sizes:
+            chosen = verifications[verifications[:, 0] == size]
+            self._verify.append(_Knots(chosen[:, 1] / size, chosen[:, 2]))
+
+    def pass_s(self, num_sequences: IntArray | int) -> FloatArray:
+        """Of one pass of the draft."""
+        return self._draft.seconds(np.asarray(num_sequences, np.float64))
+
+    def draft_s(self, passes: IntArray) -> float:
+        if not passes.any():
+            return 0.0
+        num_active = passes.size - np.add.accumulate(np.bincount(passes))[:-1]
+        return self.drafting_s + float(self.pass_s(num_active).sum())
+
+    def verify_s(self, num_sequences: int, num_tokens: IntArray | int) -> FloatArray:
+        """Of packed tokens that belong to so many sequences."""
+        each = np.asarray(num_tokens, np.float64) / max(num_sequences, 1)
+        by_size = np.stack([knots.seconds(each) for knots in self._verify])
+        place = np.interp(num_sequences, self._batch_sizes, np.arange(self._batch_sizes.size))
+        low = int(min(place, self._batch_sizes.size - 1))
+        high, share = min(low + 1, self._batch_sizes.size - 1), place - low
+        seconds: FloatArray = (1 - share) * by_size[low] + share * by_size[high]
+        return seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._given
+
+
+class _Knots:
+    def __init__(self, sizes: FloatArray, seconds: FloatArray) -> None:
+        order = np.argsort(sizes)
+        self.sizes, self._seconds = sizes[order], seconds[order]
+        last = slice(-2, None)
+        self._slope = float(np.diff(self._seconds[last])[0] / np.diff(self.sizes[last])[0]) if sizes.size > 1 else 0.0
+
+    def seconds(self, sizes: FloatArray) -> FloatArray:
+        beyond = np.maximum(sizes - self.sizes[-1], 0.0)
+        seconds: FloatArray = np.interp(sizes, self.sizes, self._seconds) + max(self._slope, 0.0) * beyond
+        return seconds
+
+
+def _rows(given: object, width: int) -> FloatArray:
+    try:
+        rows = np.array(given, np.float64)
+    except (TypeError, ValueError):
+        rows = np.empty(0)
+    if rows.ndim != 2 or rows.shape[1] != width or not np.isfinite(rows).all() or (rows <= 0).any():
+        raise InvalidInput(f"measured costs must have the form {FORM} with numbers above 0")
+    if len(np.unique(rows[:, :-1], axis=0)) < len(rows):
+        raise InvalidInput("measured costs must hold every size once")
+    return rows

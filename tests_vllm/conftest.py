@@ -19,8 +19,9 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 
-import pytest  # noqa: E402
-from pairs import write_pair  # noqa: E402
+import pytest
+
+from pairs import write_pair
 
 MakeEngine = Callable[..., "Engine"]
 
@@ -69,12 +70,9 @@ def make_engine() -> Iterator[MakeEngine]:
         return engine
 
     yield make
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     for engine in engines:
         engine.core.shutdown()
     engines.clear()
-    cleanup_dist_env_and_memory()
     gc.collect()
 
 

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 import pytest
+
 from asynchronous import force_asynchronous
 from conftest import Engine, MakeEngine, asking, speculation
-
 from dsde.policies import BatchView, Outcome, Plan, Policy
 
 
@@ -38,7 +38,7 @@ def run(engine: Engine) -> Scripted:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     first = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     # The second time prompts begin within the prefix cache, on blocks that the draft may not have read.
-    engine.generate([{"prompt_token_ids": prompt + [7, 8]} for prompt in prompts], params)
+    engine.generate([{"prompt_token_ids": [*prompt, 7, 8]} for prompt in prompts], params)
     assert all(len(tokens) == 60 for tokens in first)
     assert len(controller.slots) == len(controller.backlog) == len(controller._steps) == 0
     return policy

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asynchronous import force_asynchronous
-from conftest import Engine, MakeEngine, asking, speculation
 
 import dsde
+from asynchronous import force_asynchronous
+from conftest import Engine, MakeEngine, asking, speculation
 from dsde.core.outputs import StepRecord
 
 POLICIES = ["static:3", "dsde", "auto", "goodput", "dsde|gate", "nightjar", "ucbspec", "goodput:per=sequence"]

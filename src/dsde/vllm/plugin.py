@@ -13,6 +13,7 @@ from typing import Any
 from dsde.core.errors import InvalidInput
 from dsde.vllm import hooks
 from dsde.vllm.settings import Settings, read_settings
+from dsde.vllm.support import make_supported
 
 logger = logging.getLogger("vllm.dsde")
 
@@ -68,12 +69,23 @@ def asked_for(vllm_config: Any) -> Settings | None:
     settings = read_settings(vllm_config.additional_config, os.environ)
     if settings is None:
         return None
-    if vllm_config.speculative_config is None:
+    speculative = vllm_config.speculative_config
+    if speculative is None:
         if read_settings(vllm_config.additional_config, {}) is None:
             return None  # a policy in the environment is for whoever speculates
         raise InvalidInput(
             "dsde chooses how many tokens a draft proposes, and there is no draft; give vLLM a --speculative-config"
         )
+    # Workers are made first, and before they load their models: whoever asked for too much hears of it at once.
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        raise InvalidInput(
+            "dsde works with vLLM's model runner V1, and this vLLM would use V2; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
+        raise InvalidInput(
+            "dsde chooses the length, and so does num_speculative_tokens_per_batch_size; leave one of them out"
+        )
+    make_supported(settings.policy, speculative.method)
     return settings
 
 

@@ -11,7 +11,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from dsde.core.errors import InvalidInput
 from dsde.vllm import hooks
 from dsde.vllm.controller import Controller, Limits
 from dsde.vllm.messages import attach, attached
@@ -27,13 +26,9 @@ MOST_CATCH_UP_TOKENS = 2048
 
 
 def steer(scheduler: Any, settings: Settings) -> Controller:
-    """Let this scheduler obey the policy of `settings`. Raises InvalidInput where it cannot."""
+    """Let this scheduler obey the policy of `settings`, with nothing learnt."""
     config = scheduler.vllm_config
     speculative = config.speculative_config
-    if getattr(scheduler, "use_v2_model_runner", False):
-        raise InvalidInput(
-            "dsde works with vLLM's model runner V1, and this vLLM would use V2; set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     policy = make_supported(settings.policy, speculative.method)
     is_async = bool(config.scheduler_config.async_scheduling)
     has_graphs = _has_graphs(config)
@@ -45,10 +40,6 @@ def steer(scheduler: Any, settings: Settings) -> Controller:
         can_skip=speculative.method == "draft_model",
         catch_up_budget=min(MOST_CATCH_UP_TOKENS, config.scheduler_config.max_num_batched_tokens),
     )
-    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
-        raise InvalidInput(
-            "dsde chooses the length, and so does num_speculative_tokens_per_batch_size; leave one of them out"
-        )
     # With a table vLLM does not pad a lone token with drafts that nobody made. The table itself is never used.
     scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (config.scheduler_config.max_num_seqs + 1)
     meter = _make_meter(settings.policy)

@@ -18,7 +18,7 @@ from dsde.policies.slots import SlotTable
 class Blindfolded(Auto):
     """Lengths are chosen before drafting; nobody looks at tokens."""
 
-    def _draft(self, batch: BatchView):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    def _draft(self, batch: BatchView):  # type: ignore[no-untyped-def]
         draft = super()._draft(batch)
         if draft.plan.stop is not None:
             draft.plan.stop = None

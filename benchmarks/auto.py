@@ -126,9 +126,9 @@ def recorded_cells(trace: Path, batch_size: int, num_tokens: int, num_seeds: int
 
 def drawn_cell(name: str, batch_size: int, num_seeds: int, cold: bool, telling: bool) -> Cell:
     stream = make_stream(STREAMS[name] if telling else f"blind:{STREAMS[name]}")
-    num, num_tokens = max(16, batch_size + batch_size // 2), 256
+    num, num_tokens = max(8, batch_size + batch_size // 2), 256
     requests = [stream.draw(num, num_tokens, seed) for seed in range(num_seeds)]
-    before = [None if cold else stream.draw(max(8, batch_size), num_tokens, 100 + seed) for seed in range(num_seeds)]
+    before = [None if cold else stream.draw(max(4, batch_size), num_tokens, 100 + seed) for seed in range(num_seeds)]
     return Cell(name, batch_size, requests, before)
 
 

@@ -28,7 +28,7 @@ from dsde.core.errors import InvalidInput
 from dsde.policies import Policy, make_policy
 from dsde.simulation import COSTS, Costs, MeasuredCosts, Requests, make_costs, make_stream, simulate
 from dsde.simulation.traces import Recorded
-from oracle import Oracle
+from oracle import Clairvoyant, Follower, Oracle
 
 FOLDER = Path(__file__).parent
 TRACE = FOLDER / "traces" / "qwen2.5_coder_1.5b_0.5b.json"
@@ -93,13 +93,13 @@ class Bench:
         return Speeds({name: np.array(values) for name, values in found.items()})
 
     def speed(self, policy: Policy, requests: Requests, before: Requests | None, batch_size: int) -> float:
-        if before is not None and not isinstance(policy, Oracle):
+        if before is not None and not isinstance(policy, Follower):
             simulate(policy, before, self.costs, batch_size)
             policy.forget(np.arange(batch_size))
         return simulate(policy, requests, self.costs, batch_size).tokens_per_s
 
-    def oracle(self, batch_size: int) -> Maker:
-        return lambda requests: Oracle(requests, self.costs, batch_size)
+    def told(self, kind: type[Follower], batch_size: int) -> Maker:
+        return lambda requests: kind(requests, self.costs, batch_size)
 
 
 def named(specs: list[str]) -> dict[str, Maker]:
@@ -141,19 +141,18 @@ def print_header(columns: list[str]) -> None:
 
 
 def run_pair(bench: Bench, options: argparse.Namespace) -> None:
-    makers = named(["off", *STATIC, *([] if options.quick else RIVALS), "auto"])
+    rivals = [] if options.quick else RIVALS
+    columns = ["best static", *rivals, "all told", "auto", "auto / best static", "auto / best single"]
     for batch_size in options.batches or (1, 2, 4, 8):
-        rivals = [] if options.quick else RIVALS
-        print_header(
-            [f"batch {batch_size}", "best static", *rivals, "auto", "auto / best static", "auto / best single"]
-        )
+        makers = named(["off", *STATIC, *rivals, "auto"]) | {"all told": bench.told(Clairvoyant, batch_size)}
+        print_header([f"batch {batch_size}", *columns])
         found = {}
         for cell in recorded_cells(options.trace, batch_size, options.tokens, options.seeds, options.cold):
             found[cell.name] = bench.speeds(cell, makers)
         single = max(STATIC, key=lambda spec: np.mean([found[n].ratio(spec, "off")[0] for n in found if n != "all"]))
         for name, speeds in found.items():
             best = speeds.best_static
-            cells = [f"{speeds.ratio(spec, 'off')[0]:.2f}" for spec in (best, *rivals, "auto")]
+            cells = [f"{speeds.ratio(spec, 'off')[0]:.2f}" for spec in (best, *rivals, "all told", "auto")]
             cells[0] += f" ({best.partition(':')[2]})"
             ratios = [show(speeds.ratio("auto", spec)) for spec in (best, single)]
             print(f"| {name} | {' | '.join(cells + ratios)} |", flush=True)
@@ -161,7 +160,8 @@ def run_pair(bench: Bench, options: argparse.Namespace) -> None:
         to_best = np.mean([found[n].ratio("auto", found[n].best_static)[0] for n in names])
         to_single = np.mean([found[n].ratio("auto", single)[0] for n in names])
         print(f"\nSpeed-up over off. auto, mean over categories: {to_best:.3f} of the best static length of each,")
-        print(f"{to_single:.3f} of the best single one ({single}).", flush=True)
+        limit = np.mean([found[n].ratio("all told", found[n].best_static)[0] for n in names])
+        print(f"{to_single:.3f} of the best single one ({single}). Who is told which tokens will stand: {limit:.3f}.")
 
 
 def run_grid(bench: Bench, options: argparse.Namespace) -> None:
@@ -172,7 +172,7 @@ def run_grid(bench: Bench, options: argparse.Namespace) -> None:
         print_header([name, *columns])
         for batch_size in options.batches or BATCHES:
             cell = drawn_cell(name, batch_size, options.seeds, options.cold, options.telling)
-            makers = named(["off", *STATIC, *rivals, "auto"]) | {"oracle": bench.oracle(batch_size)}
+            makers = named(["off", *STATIC, *rivals, "auto"]) | {"oracle": bench.told(Oracle, batch_size)}
             speeds = bench.speeds(cell, makers)
             best = speeds.best_static
             cells = [f"{speeds.ratio(spec, 'off')[0]:.2f}" for spec in (best, *rivals, "oracle", "auto")]

@@ -1,7 +1,8 @@
-"""What nobody can know in time: a policy that is told every sequence's acceptance rate and what the machine charges.
+"""What nobody can know in time: policies that are told what will be accepted, and what the machine charges.
 
-The limit of what history can bring. It does not know which token will stand, nor that a rate is about to change, and it
-does not look at the draft's distribution: a policy that does may be faster. For simulations with drawn agreement only.
+`Oracle` is told every sequence's acceptance rate: the limit of what history can bring. It does not know which token
+will stand, nor that a rate is about to change, and it does not look at the draft's distribution: a policy that does may
+be faster. For drawn agreement only. `Clairvoyant` is told which tokens will stand: the limit of any lengths at all.
 """
 
 from __future__ import annotations
@@ -17,17 +18,51 @@ from dsde.simulation import Costs, MeasuredCosts, Requests
 LONGEST = 24
 
 
-class Oracle(Policy):
+class Follower(Policy):
     """Follows `simulate` through the requests: who ends is replaced by the next one."""
 
     def __init__(self, requests: Requests, costs: Costs | MeasuredCosts, batch_size: int) -> None:
-        assert requests.rates is not None
-        self.kinds, kinds_of = np.unique(requests.rates, return_inverse=True)
-        self.kinds_of = kinds_of.reshape(requests.rates.shape)
-        self.num_requests = requests.size
-        self.costs = costs
+        self.requests, self.costs = requests, costs
         self.rows, self.positions = np.arange(batch_size), np.zeros(batch_size, np.int64)
         self.num_admitted = batch_size
+
+    def observe(self, outcome: Outcome) -> None:
+        self.positions[outcome.slots] += outcome.accepted + 1
+
+    def forget(self, slots: IntArray) -> None:
+        self.rows[slots] = np.arange(self.num_admitted, self.num_admitted + slots.size) % self.requests.size
+        self.positions[slots] = 0
+        self.num_admitted += slots.size
+
+
+class Clairvoyant(Follower):
+    """Nothing is drafted that falls; the number of passes is what pays at the rate reached so far."""
+
+    def __init__(self, requests: Requests, costs: Costs | MeasuredCosts, batch_size: int) -> None:
+        super().__init__(requests, costs, batch_size)
+        self.num_emitted, self.seconds = 0.0, 0.0
+
+    def plan(self, batch: BatchView) -> Plan:
+        runs = np.minimum(self.requests.runs[self.rows[batch.slots], self.positions[batch.slots]], batch.rooms)
+        choices = [np.minimum(runs, longest) for longest in range(min(int(runs.max()), LONGEST) + 1)]
+        emitted = [batch.slots.size + int(lengths.sum()) for lengths in choices]
+        seconds = [self._seconds(lengths) for lengths in choices]
+        rate = self.num_emitted / self.seconds if self.seconds else max(np.array(emitted) / seconds)
+        best = int((np.array(emitted) - rate * np.array(seconds)).argmax())
+        self.num_emitted, self.seconds = self.num_emitted + emitted[best], self.seconds + seconds[best]
+        return Plan.wanting(choices[best], batch)
+
+    def _seconds(self, lengths: IntArray) -> float:
+        verify_s = self.costs.verify_s(lengths.size, lengths.size + int(lengths.sum()))
+        return self.costs.draft_s(lengths) + float(verify_s) + self.costs.step_s
+
+
+class Oracle(Follower):
+    def __init__(self, requests: Requests, costs: Costs | MeasuredCosts, batch_size: int) -> None:
+        assert requests.rates is not None
+        super().__init__(requests, costs, batch_size)
+        self.kinds, kinds_of = np.unique(requests.rates, return_inverse=True)
+        self.kinds_of = kinds_of.reshape(requests.rates.shape)
         self.best = lru_cache(maxsize=None)(self._best)
 
     def plan(self, batch: BatchView) -> Plan:
@@ -35,14 +70,6 @@ class Oracle(Policy):
         kinds = self.kinds_of[self.rows[batch.slots], places]
         counts = np.bincount(kinds, minlength=self.kinds.size)
         return Plan.wanting(np.array(self.best(tuple(counts.tolist())))[kinds], batch)
-
-    def observe(self, outcome: Outcome) -> None:
-        self.positions[outcome.slots] += outcome.accepted + 1
-
-    def forget(self, slots: IntArray) -> None:
-        self.rows[slots] = np.arange(self.num_admitted, self.num_admitted + slots.size) % self.num_requests
-        self.positions[slots] = 0
-        self.num_admitted += slots.size
 
     def _best(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """[kinds] the lengths with the most tokens a second, where so many sequences are of each kind.

@@ -16,7 +16,7 @@ from dsde.simulation import Costs, Line, MeasuredCosts, make_costs, make_stream,
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from oracle import Oracle  # noqa: E402
+from oracle import Clairvoyant, Oracle  # noqa: E402
 
 TABLE = {
     "draft": [[1, 1.0], [8, 2.0]],
@@ -101,3 +101,12 @@ def test_the_oracle_follows_the_requests() -> None:
     costs = Costs(Line(0.1), Line(1.0, 0, 0.01))
     result = simulate(Oracle(requests, costs, 4), requests, costs, 4)
     assert result.num_drafted == result.num_accepted > 0
+
+
+def test_who_is_told_what_will_stand_wastes_nothing_and_beats_every_fixed_length() -> None:
+    requests = make_stream("phases").draw(12, 64, 4)
+    costs = Costs(Line(0.8e-3, 8, 8e-6), Line(3.9e-3, 8, 22e-6))
+    result = simulate(Clairvoyant(requests, costs, 4), requests, costs, 4)
+    assert result.num_drafted == result.num_accepted
+    for length in (1, 2, 4, 8):
+        assert result.tokens_per_s > simulate(make_policy(f"static:{length}"), requests, costs, 4).tokens_per_s

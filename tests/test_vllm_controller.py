@@ -1,0 +1,258 @@
+"""The plugin's decisions, against requests and scheduler outputs as vLLM's scheduler has them; without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
+from dsde.vllm.controller import Controller, Limits
+from dsde.vllm.messages import Directive, Feedback
+from dsde.vllm.support import pairs, takes_turns
+
+
+@dataclass
+class Request:
+    """Of vLLM's, what the plugin looks at."""
+
+    name: str
+    prompt: list[int]
+    max_tokens: int = 50
+    temperature: float = 0.0
+    output: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    is_prefill_chunk: bool = False
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def sampling_params(self) -> Any:
+        return SimpleNamespace(temperature=self.temperature)
+
+
+class Scheduler:
+    """vLLM's without asynchronous scheduling, in a few lines: one step at a time, drafts accepted as told."""
+
+    def __init__(self, controller: Controller, num: int, prompt: int = 6) -> None:
+        self.controller = controller
+        self.requests = {f"r{i}": Request(f"r{i}", list(range(prompt + i))) for i in range(num)}
+        self.lengths: dict[str, int] = {}
+        self.finished: set[str] = set()
+
+    def step(self, accepted: int = 0, signals: bool = False) -> Directive:
+        """Schedule, run and report one step; of every draft so many tokens stand."""
+        scheduled, drafts, new = {}, {}, []
+        for name, request in self.requests.items():
+            if request.num_computed_tokens == 0:
+                scheduled[name] = len(request.prompt)
+                new.append(SimpleNamespace(req_id=name, num_computed_tokens=0))
+            else:
+                scheduled[name] = 1 + self.lengths.get(name, 0)
+                if self.lengths.get(name):
+                    drafts[name] = [-1] * self.lengths[name]
+            request.num_computed_tokens += scheduled[name]
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens=drafts,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_new_reqs=new,
+            finished_req_ids=self.finished,
+        )
+        self.finished = set()
+        directive = self.controller.decide(output, self.requests, 0)
+        sampled = {}
+        for name, request in self.requests.items():
+            stood = min(accepted, len(drafts.get(name, ())))
+            sampled[name] = stood + 1
+            request.num_computed_tokens -= len(drafts.get(name, ())) - stood
+            request.output += [9] * (stood + 1)
+        feedback = Feedback(verify_s=0.01, draft_s=0.002 * max(directive.lengths.values(), default=0))
+        if signals:
+            feedback.request_ids = list(reversed(self.requests))
+            feedback.num_drafted = [len(drafts.get(name, ())) for name in feedback.request_ids]
+            rows = [[int(name[1:]), 1, 2, 3, 4] for name in feedback.request_ids for _ in drafts.get(name, ())]
+            feedback.signals = np.array(rows, np.float64).reshape(-1, 5)
+        self.controller.observe(directive.step, sampled, feedback)
+        self.lengths = directive.lengths
+        return directive
+
+    def end(self, name: str) -> None:
+        del self.requests[name]
+        self.finished.add(name)
+
+
+class Recorded(Policy):
+    """Lengths by script, and everything it was told."""
+
+    def __init__(self, lengths: list[int], needs: Need = Need.NOTHING) -> None:
+        self.script = lengths
+        self.needs = needs
+        self.outcomes: list[Outcome] = []
+        self.forgotten: list[int] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        return Plan.wanting(self.script.pop(0) if self.script else 0, batch)
+
+    def observe(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def forget(self, slots: np.ndarray[Any, Any]) -> None:
+        self.forgotten += slots.tolist()
+
+
+def make(policy: Policy, **changes: Any) -> Controller:
+    limits = {"max_length": 8, "max_model_len": 200, "num_in_flight": 1, "exact_rooms": True, "can_skip": True}
+    return Controller(policy, Limits(**limits | changes))
+
+
+def test_an_outcome_belongs_to_its_plan() -> None:
+    """A plan is obeyed at the end of its step and verified by the next: the policy hears of both."""
+    policy = Recorded([3, 2, 1, 4])
+    scheduler = Scheduler(make(policy), 2)
+    assert scheduler.step().lengths == {"r0": 3, "r1": 3}
+    scheduler.step(accepted=2)
+    scheduler.step(accepted=2)
+    first, second = policy.outcomes
+    assert first.drafted.tolist() == [3, 3]
+    assert first.accepted.tolist() == [2, 2]
+    assert (first.draft_s, first.verify_s) == (0.006, 0.01)
+    assert (first.num_decoding, first.num_drafted, first.num_draft_passes, first.num_prompt_tokens) == (2, 6, 3, 0)
+    assert second.drafted.tolist() == [2, 2]
+
+
+def test_signals_are_put_in_the_order_of_the_plan() -> None:
+    policy = Recorded([2, 2, 2], needs=Need.KLD | Need.DRAFT_SIGNALS)
+    scheduler = Scheduler(make(policy), 3)
+    for _ in range(3):
+        scheduler.step(accepted=1, signals=True)
+    outcome = policy.outcomes[0]
+    assert outcome.klds.tolist() == [0, 0, 1, 1, 2, 2]
+    assert outcome.draft_signals.tolist() == [[1, 2, 3]] * 6
+
+
+def test_rooms_end_with_the_request() -> None:
+    policy = Recorded([8] * 9)
+    scheduler = Scheduler(make(policy), 1)
+    scheduler.requests["r0"].max_tokens = 6
+    scheduler.step()
+    # One token comes of this step, one of the next beside the drafts.
+    assert scheduler.step().lengths == {"r0": 3}
+    wide = Scheduler(make(Recorded([8] * 9), exact_rooms=False), 1)
+    wide.requests["r0"].max_tokens = 6
+    wide.step()
+    assert wide.step().lengths == {"r0": 8}
+
+
+def test_those_who_end_leave_nothing() -> None:
+    policy = Recorded([0, 0, 0, 2, 2, 2])
+    controller = make(policy)
+    scheduler = Scheduler(controller, 3)
+    scheduler.step()
+    scheduler.end("r1")
+    scheduler.step()
+    assert policy.forgotten == [1]
+    assert len(controller.slots) == len(controller.backlog) == 2
+    scheduler.requests["r3"] = Request("r3", [1, 2, 3])
+    scheduler.step()
+    assert controller.slots.of("r3") == 1
+    for name in list(scheduler.requests):
+        scheduler.end(name)
+    scheduler.step()
+    assert len(controller.slots) == len(controller.backlog) == 0
+
+
+def test_a_pause_is_caught_up() -> None:
+    policy = Recorded([2, 0, 0, 0, 2, 2])
+    scheduler = Scheduler(make(policy), 1)
+    for _ in range(4):
+        assert not scheduler.step(accepted=2).catch_up
+    request = scheduler.requests["r0"]
+    num_computed = request.num_computed_tokens
+    tokens = request.all_token_ids
+    directive = scheduler.step()
+    [piece] = directive.catch_up
+    # What the step itself reads is read by the draft with it.
+    assert piece.first + len(piece.tokens) == num_computed
+    assert piece.tokens == tokens[piece.first : num_computed]
+    # Two of them the draft had read as its own drafts; the step that made the pause began behind them.
+    assert piece.first <= 7
+    assert directive.lengths == {"r0": 2}
+    assert not scheduler.step(accepted=1).catch_up
+
+
+def test_a_long_backlog_is_spread_over_steps() -> None:
+    controller = make(Recorded([0] * 30 + [2] * 9))
+    controller.backlog.budget = 20
+    scheduler = Scheduler(controller, 2, prompt=4)
+    for _ in range(30):
+        scheduler.step()
+    lengths, num_read = [], 0
+    for _ in range(6):
+        directive = scheduler.step()
+        assert directive.num_catch_up_tokens <= 20
+        num_read += directive.num_catch_up_tokens
+        lengths.append(directive.lengths)
+    assert lengths[0] == {"r0": 0, "r1": 0}
+    assert lengths[-1] == {"r0": 2, "r1": 2}
+    assert {"r0": 2, "r1": 0} in lengths
+    assert num_read >= 34 + 35
+
+
+def test_who_pays_for_trying_is_asked_one_thing_at_a_time() -> None:
+    """While an outcome is awaited steps repeat what was settled: a look at the alternative lasts one step."""
+    policy = make_policy("goodput")
+    assert takes_turns(policy)
+    assert not pairs(policy)
+    assert not takes_turns(make_policy("dsde"))
+    controller = make(policy)
+    asked: list[int] = []
+    script = iter([0, 0, 3, 0, 0, 0, 4, 4, 4])
+    policy.plan = lambda batch: asked.append(1) or Plan.wanting(next(script), batch)  # type: ignore[method-assign]
+    scheduler = Scheduler(controller, 2)
+    drafted = [max(scheduler.step(accepted=1).lengths.values()) for _ in range(18)]
+    assert drafted[:6] == [0, 0, 0, 0, 3, 0]
+    assert drafted[6:12] == [0] * 6
+    # The second plan of the kind settles it.
+    assert drafted[12:18] == [4, 0, 4, 4, 4, 4]
+    assert len(asked) == 9
+
+
+def test_auto_without_its_rule_obeys_its_prediction() -> None:
+    controller = make(make_policy("auto"), max_length=6, exact_rooms=False)
+    scheduler = Scheduler(controller, 1)
+    for _ in range(60):
+        scheduler.step(accepted=6)
+        latest = controller._latest
+        assert latest is not None
+        if latest.plan is not None and latest.plan.stop is not None:
+            assert latest.lengths[0] <= latest.plan.predicted[0]
+    assert max(controller.latest_lengths.values()) >= 2
+
+
+@pytest.mark.parametrize(
+    "policy", ["static:3", "dsde", "auto", "goodput", "gammatune", "ucbspec", "nightjar", "dsde|gate"]
+)
+def test_any_policy_goes_on(policy: str) -> None:
+    controller = make(make_policy(policy))
+    scheduler = Scheduler(controller, 5)
+    for number in range(60):
+        scheduler.step(accepted=number % 3, signals=True)
+        if number == 30:
+            scheduler.end("r2")
+    assert controller.meter["num_steps"] == 60
+    assert sum(controller.meter.lengths) == 5 * 31 + 4 * 29
+    assert len(controller._steps) == 0

@@ -1,0 +1,163 @@
+"""What the plugin makes of settings, policies and a vLLM that looks right or wrong; without vLLM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsde.core.errors import InvalidInput
+from dsde.vllm import hooks
+from dsde.vllm.exporter import Collector
+from dsde.vllm.graphs import LengthGraphs, plan_sizes
+from dsde.vllm.meter import Meter
+from dsde.vllm.settings import DEFAULT_POLICY, Settings, read_settings
+from dsde.vllm.signals import divergences, looks
+from dsde.vllm.support import make_supported
+
+
+def test_settings() -> None:
+    assert read_settings({}, {}) is None
+    assert read_settings({"other": {}}, {"DSDE_POLICY": ""}) is None
+    assert read_settings({"dsde": {}}, {}) == read_settings({"dsde": True}, {}) == Settings(policy=DEFAULT_POLICY)
+    assert read_settings({"dsde": "dsde|gate"}, {}) == Settings(policy="dsde|gate")
+    assert read_settings({}, {"DSDE_POLICY": "static:2"}) == Settings(policy="static:2")
+    # What the command line says comes first.
+    assert read_settings({"dsde": {"policy": "off"}}, {"DSDE_POLICY": "static:2"}) == Settings(policy="off")
+    assert read_settings({"dsde": {"graphs": False}}, {"DSDE_POLICY": "x"}) == Settings(policy="x", graphs=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dsde": {"polcy": "dsde"}}, "no setting 'polcy'; it has policy, graphs, trace"),
+        ({"dsde": {"policy": 3}}, "dsde.policy must be a str, not 3"),
+        ({"dsde": {"graphs": "yes"}}, "dsde.graphs must be a bool, not 'yes'"),
+        ({"dsde": 4}, "must be settings as in"),
+    ],
+)
+def test_wrong_settings(given: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        read_settings(given, {})
+
+
+@pytest.mark.parametrize(
+    ("policy", "method", "words"),
+    [
+        ("dsde", "medusa", "not with speculative method 'medusa'"),
+        ("dsde", "ngram", "looks at the draft's distribution, and ngram has none"),
+        ("auto", "ngram", "looks at the draft's distribution"),
+        ("svip", "draft_model", "ends drafts while they are made"),
+        ("gammatune\\+", "draft_model", "ends drafts while they are made"),
+        ("tapout", "draft_model", "ends drafts while they are made"),
+        ("static:4\\|adaptiveverify", "draft_model", "would choose among it"),
+        ("static:4\\|consultant", "draft_model", "lossless"),
+    ],
+)
+def test_what_cannot_work_is_refused(policy: str, method: str, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        make_supported(policy.replace("\\", ""), method)
+
+
+def test_what_can() -> None:
+    for method in ("draft_model", "eagle"):
+        for policy in ("dsde", "auto", "goodput", "dsde|gate", "static:4", "ucbspec", "nightjar"):
+            make_supported(policy, method)
+    make_supported("goodput|meancap", "ngram")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """One of vLLM's, in the making."""
+    made = ModuleType("vllm_like")
+    monkeypatch.setitem(sys.modules, "vllm_like", made)
+    return made
+
+
+def test_hooks_are_compared_and_wrapped(module: ModuleType) -> None:
+    class Thing:
+        def right(self, first: int, second: int, more: int = 0) -> int:
+            return first + second + more
+
+        def wrong(self, other: int) -> int:
+            return other
+
+    module.Thing = Thing  # type: ignore[attr-defined]
+    right = hooks.Hook("vllm_like", "Thing", "right", ("first", "second"))
+    assert hooks.find_changes([right]) == []
+    assert hooks.find_changes([hooks.Hook("vllm_like", "Thing", "wrong", ("first",))]) == [
+        "vllm_like.Thing.wrong takes (other) and not (first)"
+    ]
+    missing = [hooks.Hook("vllm_like", *names, ()) for names in (("Thing", "absent"), ("Absent", "right"))]
+    missing.append(hooks.Hook("vllm_unlike", "Thing", "right", ()))
+    assert [change.rsplit(" ", 3)[1:] for change in hooks.find_changes(missing)] == [["is", "not", "there"]] * 3
+
+    calls = []
+
+    def wrapper(original: Any, thing: Thing, *args: int, **kwargs: int) -> int:
+        calls.append(args)
+        return 10 * int(original(thing, *args, **kwargs))
+
+    for _ in range(2):  # vLLM loads plugins more than once
+        hooks.wrap(right, wrapper)
+    assert Thing().right(1, 2, more=3) == 60
+    assert calls == [(1, 2)]
+    assert hooks.find_changes([right]) == []
+
+
+def test_divergences_are_those_of_our_own_engine() -> None:
+    from dsde.verification.divergence import kl_divergence
+
+    generator = torch.Generator().manual_seed(0)
+    target, draft = (4 * torch.randn(70, 50, generator=generator) for _ in range(2))
+    draft[3, 5] = -torch.inf
+    expected = kl_divergence(target, torch.arange(70), draft)
+    torch.testing.assert_close(divergences(target, draft), expected)
+    assert divergences(target[:0], draft[:0]).shape == (0,)
+
+
+def test_looks() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]))
+    found = looks(logits, torch.tensor([1, 0])).numpy()
+    entropy = -(0.5 * np.log(0.5) + 0.3 * np.log(0.3) + 0.2 * np.log(0.2))
+    np.testing.assert_allclose(found, [[entropy, 0.5, 0.2, 0.3], [0, 1, 1, 1]], atol=1e-6)
+
+
+def test_sizes_of_graphs() -> None:
+    assert plan_sizes(1, 256, 512)[-1] == 256
+    assert plan_sizes(3, 256, 512)[-1] == 512 // 3
+    assert plan_sizes(5, 3, 512) == [1, 2, 3]
+    assert plan_sizes(9, 256, 8) == []
+
+
+def test_a_batch_finds_the_smallest_graph() -> None:
+    class Descriptor:
+        def __init__(self, num_reqs: int) -> None:
+            self.num_reqs = num_reqs
+
+    graphs = LengthGraphs()
+    graphs.add(2, [Descriptor(8), Descriptor(1), Descriptor(4)])
+    assert graphs.find() is None
+    for num_reqs, expected in ((1, 1), (2, 4), (4, 4), (5, 8)):
+        graphs.batch = (2, num_reqs)
+        assert graphs.find().num_reqs == expected
+    for batch in ((2, 9), (3, 1)):
+        graphs.batch = batch
+        assert graphs.find() is None
+
+
+def test_numbers_reach_another_process(tmp_path: Path) -> None:
+    meter = Meter(tmp_path / "engine.bin", "dsde|gate")
+    meter["num_draft_tokens"] += 7
+    meter.count_plan(np.array([0, 2, 2]), None, 5)
+    families = {family.name: family for family in Collector(tmp_path).collect()}
+    [sample] = families["dsde_draft_tokens"].samples
+    assert (sample.value, sample.labels["policy"]) == (7, "dsde|gate")
+    assert {one.labels["length"]: one.value for one in families["dsde_lengths"].samples} == {"0": 1, "2": 2}
+    assert families["dsde_catch_up_tokens"].samples[0].value == 5
+    assert list(Collector(tmp_path / "nowhere").collect()) == []

@@ -274,6 +274,12 @@ def test_while_it_rests_it_says_for_how_long() -> None:
     assert sum(rest == 0 for rest in rests[100:]) >= 5  # and looks again
 
 
+def test_a_large_batch_is_tried_before_it_is_thought_too_dear() -> None:
+    """Nothing beyond 256 tokens has been measured: what is thought of it must not decide for good."""
+    drafted = drive(Auto(), [0.95] * 80, Costs(Line(1e-3), Line(8e-3, 2048, 1e-5)), 256)
+    assert sum(count > 0 for count in drafted[40:]) > 38
+
+
 @pytest.mark.parametrize("num_seqs", [1, 8])
 def test_slow_first_passes_do_not_put_it_off(num_seqs: int) -> None:
     drafted = drive(Auto(), [0.9] * 400, MEMORY_BOUND, num_seqs, warms_up=True)

@@ -46,6 +46,8 @@ LENGTHS = {1: (1, 3, 5, 8), 8: (1, 2, 4, 6), 64: (1, 2, 3, 5), 256: (1, 2, 3)}
 MAX_MODEL_LEN = 8192
 NUM_CATCHING_UP = 6
 """steps at the beginning of a turn that do not count: the draft has yet to read what others wrote"""
+OFF_CONTEXT = 512
+"""tokens of a sequence that the engine without a draft has KV memory for, at the largest batch"""
 LEAST_STEPS = 12
 """in a turn that counts"""
 
@@ -151,7 +153,9 @@ class Bench:
 
     def _kv_bytes(self, models: list[Decoder]) -> int:
         per_token = sum(model.config.kv_bytes_per_token(model.dtype) for model in models)
-        wanted = max(batch * min(MAX_MODEL_LEN, self.options.context_tokens) for batch in self.options.batches)
+        # Without a draft an engine serves one policy for a few moments, with one all of them.
+        context = min(MAX_MODEL_LEN, self.options.context_tokens) if len(models) > 1 else OFF_CONTEXT
+        wanted = max(batch * context for batch in self.options.batches)
         return (max(wanted, MAX_MODEL_LEN) + 16 * BLOCK_SIZE * max(self.options.batches)) * per_token
 
     def run(self) -> None:

@@ -72,7 +72,8 @@ class RunnerAdapter:
         self._report: Report | None = None
         self._logits: torch.Tensor | None = None
         """of the draft pass just made"""
-        if self.wants_klds or self.wants_looks:
+        # Where another adapter was here before, this one takes its place, whether or not it wants anything.
+        if self.wants_klds or self.wants_looks or hasattr(runner.drafter, ADAPTER):
             self._tap()
 
     def _tap(self) -> None:

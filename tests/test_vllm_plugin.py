@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from dsde.core.errors import InvalidInput
-from dsde.vllm import hooks
+from dsde.vllm import graphs, hooks
 from dsde.vllm.exporter import Collector
 from dsde.vllm.graphs import LengthGraphs, plan_sizes
 from dsde.vllm.meter import Meter
@@ -140,15 +142,15 @@ def test_a_batch_finds_the_smallest_graph() -> None:
         def __init__(self, num_reqs: int) -> None:
             self.num_reqs = num_reqs
 
-    graphs = LengthGraphs()
-    graphs.add(2, [Descriptor(8), Descriptor(1), Descriptor(4)])
-    assert graphs.find() is None
+    known = LengthGraphs()
+    known.add(2, [Descriptor(8), Descriptor(1), Descriptor(4)])
+    assert known.find() is None
     for num_reqs, expected in ((1, 1), (2, 4), (4, 4), (5, 8)):
-        graphs.batch = (2, num_reqs)
-        assert graphs.find().num_reqs == expected
+        known.batch = (2, num_reqs)
+        assert known.find().num_reqs == expected
     for batch in ((2, 9), (3, 1)):
-        graphs.batch = batch
-        assert graphs.find() is None
+        known.batch = batch
+        assert known.find() is None
 
 
 def test_numbers_reach_another_process(tmp_path: Path) -> None:
@@ -161,3 +163,107 @@ def test_numbers_reach_another_process(tmp_path: Path) -> None:
     assert {one.labels["length"]: one.value for one in families["dsde_lengths"].samples} == {"0": 1, "2": 2}
     assert families["dsde_catch_up_tokens"].samples[0].value == 5
     assert list(Collector(tmp_path / "nowhere").collect()) == []
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    """As vLLM's."""
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+
+
+class CUDAGraphMode(Enum):
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+
+class Runner:
+    """What vLLM's does around graphs, in a few lines: to capture, it dispatches a dummy batch like any other."""
+
+    def __init__(self) -> None:
+        self.lora_config = None
+        self.num_spec_tokens = 3
+        self.uniform_decode_query_len = 4
+        self.scheduler_config = SimpleNamespace(max_num_seqs=8)
+        config = SimpleNamespace(max_cudagraph_capture_size=20)
+        self.cudagraph_dispatcher = SimpleNamespace(compilation_config=config, uniform_decode_query_len=4)
+        self.captured: list[tuple[int, int]] = []
+
+    def dispatch(self, *_: Any, **__: Any) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        return CUDAGraphMode.PIECEWISE, BatchDescriptor(0)
+
+    def determine(self, lengths: list[int], force: bool | None = None, **more: Any) -> Any:
+        def original(runner: Runner, **kwargs: Any) -> Any:
+            return graphs.dispatch(self.dispatch, runner.cudagraph_dispatcher, num_tokens=kwargs["num_tokens"], **more)
+
+        return graphs.determine_batch(
+            original,
+            self,
+            num_tokens=sum(lengths),
+            num_reqs=len(lengths),
+            num_scheduled_tokens_np=np.array(lengths),
+            max_num_scheduled_tokens=max(lengths),
+            force_uniform_decode=force,
+        )
+
+    def capture(self, descriptors: list[BatchDescriptor], mode: CUDAGraphMode) -> None:
+        def original(runner: Runner, batch_descriptors: list[BatchDescriptor], mode: CUDAGraphMode) -> None:
+            for descriptor in batch_descriptors:
+                query_len = runner.uniform_decode_query_len
+                assert descriptor.num_reqs is not None
+                found, dispatched = runner.determine([query_len] * descriptor.num_reqs, force=True)
+                if query_len < 4:
+                    assert (found, dispatched) == (mode, descriptor)
+                runner.captured.append((query_len, descriptor.num_reqs))
+
+        graphs.capture(original, self, batch_descriptors=descriptors, cudagraph_runtime_mode=mode)
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    config = ModuleType("vllm.config")
+    config.CUDAGraphMode = CUDAGraphMode  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    made = Runner()
+    made.capture([BatchDescriptor(16, 4, True), BatchDescriptor(4, 1, True)], CUDAGraphMode.FULL)
+    return made
+
+
+def test_graphs_for_shorter_lengths(runner: Runner) -> None:
+    """vLLM's own come first; then every shorter length, 0 included, in all sizes that fit."""
+    assert runner.captured[:2] == [(4, 4), (4, 1)]
+    assert sorted(runner.captured[2:]) == [
+        *[(1, size) for size in (1, 2, 4, 8)],
+        *[(2, size) for size in (1, 2, 4, 8)],
+        *[(3, size) for size in (1, 2, 4, 6)],
+    ]
+    assert runner.uniform_decode_query_len == runner.cudagraph_dispatcher.uniform_decode_query_len == 4
+
+
+def test_batches_of_one_length_run_whole(runner: Runner) -> None:
+    assert runner.determine([1] * 5) == (CUDAGraphMode.FULL, BatchDescriptor(8, 8, True))
+    assert runner.determine([3] * 2) == (CUDAGraphMode.FULL, BatchDescriptor(6, 2, True))
+    mixed, longest, too_many = runner.determine([1, 3]), runner.determine([4, 4]), runner.determine([3] * 7)
+    assert {found for found, _ in (mixed, longest, too_many)} == {CUDAGraphMode.PIECEWISE}
+    # Where vLLM captures pieces, or forbids whole passes, it is obeyed.
+    assert runner.determine([1] * 5, force=False)[0] is CUDAGraphMode.PIECEWISE
+    assert runner.determine([1] * 5, valid_modes={CUDAGraphMode.NONE})[0] is CUDAGraphMode.PIECEWISE
+    assert runner.determine([1] * 5, invalid_modes={CUDAGraphMode.FULL})[0] is CUDAGraphMode.PIECEWISE
+    assert runner.determine([1] * 5, has_lora=True)[0] is CUDAGraphMode.PIECEWISE
+
+
+def test_a_failed_capture_leaves_vllms_own(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    def original(runner: Runner, batch_descriptors: list[BatchDescriptor], mode: CUDAGraphMode) -> None:
+        if runner.uniform_decode_query_len == 2:
+            raise RuntimeError("no memory")
+
+    with caplog.at_level("WARNING"):
+        graphs.capture(original, runner, [BatchDescriptor(16, 4, True)], CUDAGraphMode.FULL)
+    assert "go without CUDA graphs of whole passes: no memory" in caplog.text
+    assert runner.determine([1] * 5)[0] is CUDAGraphMode.PIECEWISE
+    assert runner.uniform_decode_query_len == 4

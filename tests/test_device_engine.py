@@ -781,6 +781,29 @@ def test_almost_all_steps_follow_unseen(way: Way) -> None:
     assert engine.metrics.num_steps == 40
 
 
+class Measuring(Policy):
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        return Plan.wanting(2, batch)
+
+    def observe(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+
+def test_a_policy_is_not_told_of_seconds_that_are_not_typical(way: Way) -> None:
+    """A shape is met, captured, and from then on as fast as it will be."""
+    policy = Measuring()
+    engine = way.engine("target", policy)
+    complete(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=40))
+    is_measured = [outcome.verify_s > 0 and outcome.draft_s > 0 for outcome in policy.outcomes]
+    has_graphs = engine.executor.passes.num_captured > 0  # type: ignore[attr-defined]
+    assert has_graphs == (way.name != "plain")
+    assert is_measured[:2] == [not has_graphs] * 2
+    assert all(is_measured[4:-1])
+
+
 class Resting(Policy):
     """Drafts now and then, and says for how long it will not."""
 

@@ -63,6 +63,8 @@ class DeviceFlight:
     timing: Timing
     finish: Callable[[DeviceFlight], Landing]
     longest_context: int
+    is_cold: bool
+    """as in Landing"""
 
     is_followed: bool = False
     """another step has been queued that writes to the same places"""
@@ -132,6 +134,8 @@ class DeviceExecutor:
         self._num_moves = 0
         """as often as that the draft store had moved when graphs were last captured"""
         self._rows = RaggedRows(np.ones(1, dtype=np.int64))
+        self._num_cold = 0
+        """passes, of those up to the end of the last step's verification"""
 
     def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
         sequences = [*work.decodes, *(s for s, _ in work.prefills)] if work.prefills else work.decodes
@@ -169,7 +173,15 @@ class DeviceExecutor:
         answer = self._fetch(read.findings, flight.answer)
         timing.judged.record()
         longest = flight.longest_context + 1
-        return replace(flight, read=read, answer=answer, timing=timing, longest_context=longest, is_followed=False)
+        return replace(
+            flight,
+            read=read,
+            answer=answer,
+            timing=timing,
+            longest_context=longest,
+            is_cold=False,
+            is_followed=False,
+        )
 
     def recover(self) -> None:
         # Graphs hold much memory, and what they point to may be gone.
@@ -300,6 +312,8 @@ class DeviceExecutor:
         if wish.wants_signals and proposals.signals is None and proposals.rows.shape[1]:
             proposals.signals = self.drafts.fetch_signals(int(proposals.rows.max()) + 1, wait=False)
         timing.judged.record()
+        # Counted before the draft reads ahead, which is part of the next step.
+        is_cold = self._count_cold()
         self._read_ahead(work.decodes, slots[: len(work.decodes)], proposals, read.findings, timing)
         return DeviceFlight(
             prepared.judged,
@@ -313,7 +327,14 @@ class DeviceExecutor:
             timing,
             self._finish,
             prepared.longest_context,
+            is_cold,
         )
+
+    def _count_cold(self) -> bool:
+        """Whether there were cold passes since the last time."""
+        before = self._num_cold
+        self._num_cold = self.passes.num_cold + (self.drafter.passes.num_cold if self.drafter is not None else 0)
+        return self._num_cold > before
 
     def _read_ahead(
         self,
@@ -416,6 +437,7 @@ class DeviceExecutor:
             flight.proposals.num_passes,
             signals[:, len(SIGNALS)] if signals is not None and wish.want_token_probs else None,
             signals[:, : len(SIGNALS)] if signals is not None and wish.want_draft_signals else None,
+            is_cold=flight.is_cold,
         )
 
     def _make_room(self, num_rows: int) -> None:

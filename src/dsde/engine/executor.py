@@ -83,6 +83,8 @@ class Landing:
     """[sum(drafted), 3] likewise"""
     draft_tokens: torch.Tensor | None = None
     """[judged, K] as in Proposals; None where they never left the device"""
+    is_cold: bool = False
+    """a pass ran for the first times: the seconds say nothing of the next step like this"""
 
 
 class Flight(Protocol):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop, StopByWorth
-from dsde.engine.executor import Landing
+from dsde.engine.executor import Landing, Seconds
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
 from dsde.policies import FOREVER, BatchView, Need, Outcome, Pace, Plan, Policy
@@ -108,7 +108,8 @@ class Planner:
         """Tell the policy what became of its lengths. `drafted` and the tokens caught up on are of all decoding."""
         if plan.plan is None:
             return
-        rows, verdict, seconds = plan.rows, landing.verdict, landing.seconds
+        rows, verdict = plan.rows, landing.verdict
+        seconds = Seconds() if landing.is_cold else landing.seconds
         klds = verdict.klds if self.needs_klds else np.empty(0)
         probs = np.empty(0) if landing.token_probs is None else landing.token_probs
         signals = np.empty((0, 3)) if landing.draft_signals is None else landing.draft_signals

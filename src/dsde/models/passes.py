@@ -50,8 +50,9 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _buckets() -> list[int]:
-    """Every size up to 16, then four from one power of two to the next: a fifth of padding at most, few graphs."""
-    sizes = list(range(1, 17))
+    """Few up to 16, where rows cost next to nothing, then four from one power of two to the next: a fifth of padding at
+    most. Every size that is met costs two slow passes, the first and the one that is captured."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16]
     while sizes[-1] < MOST_GRAPH_TOKENS:
         sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 3)))
     return sizes
@@ -63,6 +64,15 @@ _BUCKETS = _buckets()
 def bucket(count: int) -> int:
     """The size that `count`, at most MOST_GRAPH_TOKENS, is padded to."""
     return _BUCKETS[bisect_left(_BUCKETS, count)]
+
+
+def context_bucket(num_tokens: int) -> int:
+    """Tokens that a pass has room for in every sequence's block table. A context that outgrows it meets nothing but new
+    shapes, so there are few; but long tables take time to copy."""
+    room = 8 * BLOCK_SIZE
+    while room < num_tokens:
+        room *= 4 if room < 512 * BLOCK_SIZE else 2
+    return room
 
 
 def power_of_2(count: int) -> int:
@@ -153,6 +163,8 @@ class PassRunner:
         # Weakly: its owner holds this runner, and a cycle would keep all memory until a garbage collection.
         self._body = WeakMethod(body)
         self.num_captured = 0
+        self.num_cold = 0
+        """passes that were not replayed although their size has graphs: some ten times as slow as those that are"""
         self._passes: OrderedDict[PassShape, Pass] = OrderedDict()
         """those used last at the end"""
         self._pool: Any = None
@@ -197,8 +209,7 @@ class PassRunner:
             padded_rows = num_seqs if num_rows <= num_seqs else bucket(num_rows)
         else:
             padded_rows = num_rows
-        # Rounded up, or every few tokens would bring another graph.
-        context = max(power_of_2(int(contexts.max())), 8 * BLOCK_SIZE)
+        context = context_bucket(int(contexts.max()))
         return PassShape(
             num_tokens=num_tokens,
             num_seqs=num_seqs,
@@ -308,6 +319,7 @@ class PassRunner:
     def start(self, entry: Pass) -> Any:
         """Do a pass that has been loaded."""
         entry.num_runs += 1
+        self.num_cold += entry.shape.is_graph and entry.graph is None
         if not entry.shape.is_graph or entry.num_runs == 1:
             # The first time without a graph: kernels are compiled, and the shape may never come again.
             return rest_of(self.body(entry))
@@ -318,6 +330,7 @@ class PassRunner:
     def begin(self, entry: Pass) -> None:
         """Do the first part of a pass that has been loaded. Passes that are begun have shapes of their own."""
         entry.num_runs += 1
+        self.num_cold += entry.shape.is_graph and entry.graph is None
         if not entry.shape.is_graph or entry.num_runs == 1:
             entry.underway = self.body(entry)
             next(entry.underway)

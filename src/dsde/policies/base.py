@@ -124,9 +124,9 @@ class Outcome:
     """[sum(drafted), 3] entropy, top probability and margin of the draft's distribution there, likewise; empty unless
     Need.DRAFT_SIGNALS"""
     draft_s: float = 0.0
-    """seconds that drafting took, for the whole batch"""
+    """seconds that drafting took, for the whole batch; 0: nobody measured, or what was measured is not typical"""
     verify_s: float = 0.0
-    """seconds that the target's pass and the verdict took"""
+    """seconds that the target's pass and the verdict took, likewise"""
     num_decoding: int = 0
     """as in the BatchView of the plan"""
     num_prompt_tokens: int = 0

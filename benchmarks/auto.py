@@ -124,11 +124,11 @@ def recorded_cells(trace: Path, batch_size: int, num_tokens: int, num_seeds: int
         yield Cell(name, batch_size, requests, served)
 
 
-def drawn_cell(name: str, batch_size: int, num_seeds: int, cold: bool, telling: bool) -> Cell:
+def drawn_cell(name: str, batch_size: int, seeds: range, cold: bool, telling: bool) -> Cell:
     stream = make_stream(STREAMS[name] if telling else f"blind:{STREAMS[name]}")
     num, num_tokens = max(8, batch_size + batch_size // 2), 256
-    requests = [stream.draw(num, num_tokens, seed) for seed in range(num_seeds)]
-    before = [None if cold else stream.draw(max(4, batch_size), num_tokens, 100 + seed) for seed in range(num_seeds)]
+    requests = [stream.draw(num, num_tokens, seed) for seed in seeds]
+    before = [None if cold else stream.draw(max(4, batch_size), num_tokens, 100 + seed) for seed in seeds]
     return Cell(name, batch_size, requests, before)
 
 
@@ -171,7 +171,7 @@ def run_grid(bench: Bench, options: argparse.Namespace) -> None:
     for name in options.streams or STREAMS:
         print_header([name, *columns])
         for batch_size in options.batches or BATCHES:
-            cell = drawn_cell(name, batch_size, options.seeds, options.cold, options.telling)
+            cell = drawn_cell(name, batch_size, options.drawn_seeds, options.cold, options.telling)
             makers = named(["off", *STATIC, *rivals, "auto"]) | {"oracle": bench.told(Oracle, batch_size)}
             speeds = bench.speeds(cell, makers)
             best = speeds.best_static
@@ -220,7 +220,9 @@ def run_ablation(bench: Bench, options: argparse.Namespace) -> None:
         ratios = [f"{np.mean([speeds.ratio(name, 'auto')[0] for speeds in found]):.3f}" for name in ABLATIONS]
         print(f"| pair, batch {batch_size} | {' | '.join(ratios)} |", flush=True)
         for name in options.streams or ("0.8", HALVES, TRANSITION):
-            speeds = bench.speeds(drawn_cell(name, batch_size, options.seeds, options.cold, options.telling), makers)
+            speeds = bench.speeds(
+                drawn_cell(name, batch_size, options.drawn_seeds, options.cold, options.telling), makers
+            )
             ratios = [show(speeds.ratio(variant, "auto")) for variant in ABLATIONS]
             print(f"| {name}, batch {batch_size} | {' | '.join(ratios)} |", flush=True)
 
@@ -245,6 +247,9 @@ def main() -> None:
     parser.add_argument("--batches", type=lambda text: [int(item) for item in text.split(",")])
     parser.add_argument("--streams", type=lambda text: [item.strip() for item in text.split(";")], help="as in 0.3;0.8")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--first-seed", type=int, default=1000, help="of drawn requests; auto was made looking at 0 to 2"
+    )
     parser.add_argument("--tokens", type=int, default=192, help="of a recorded answer, at most")
     parser.add_argument("--cold", action="store_true", help="policies have served nothing before")
     parser.add_argument(
@@ -252,6 +257,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="without the rivals")
     options = parser.parse_args()
+    options.drawn_seeds = range(options.first_seed, options.first_seed + options.seeds)
     try:
         PARTS[options.part](Bench(read_costs(options.costs)), options)
     except (InvalidInput, OSError) as error:

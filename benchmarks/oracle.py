@@ -2,7 +2,8 @@
 
 `Oracle` is told every sequence's acceptance rate: the limit of what history can bring. It does not know which token
 will stand, nor that a rate is about to change, and it does not look at the draft's distribution: a policy that does may
-be faster. For drawn agreement only. `Clairvoyant` is told which tokens will stand: the limit of any lengths at all.
+be faster. For drawn agreement only. `Clairvoyant` is told which tokens will stand. It takes what pays at the rate
+reached so far, step by step: a yardstick, and no proof that nothing could be faster.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class Bench:
         if name == "table":
             table = self._table()
             length = max(max(row[2] for row in table), 1)
-        job = {
+        job: Row = {
             "name": name,
             "options": self._options(length, table),
             "policies": [variant.removeprefix("plugin:") for variant in cells] if name == "plugin" else [],
@@ -287,6 +287,8 @@ class Bench:
             "vocab_size": self.vocab_size,
             "prompts": self.options.prompts,
         }
+        if name == "plugin" and self.options.no_graphs:
+            job["options"]["additional_config"] = {"dsde": {"graphs": False}}
         engine: Row = {"engine": name, "table": table}
         self.report["engines"].append(engine)
         begin = time.perf_counter()
@@ -438,6 +440,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="the best counts")
     parser.add_argument("--memory", type=float, default=0.6, help="gpu_memory_utilization")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, float32: for a CPU")
+    parser.add_argument("--no-graphs", action="store_true", help="without the plugin's own CUDA graphs")
     parser.add_argument("--time-limit", type=float, default=420.0, help="seconds after which no engine is started")
     parser.add_argument("--engine-timeout", type=float, default=300.0, help="seconds for one engine")
     parser.add_argument("--host", action="store_true", help=argparse.SUPPRESS)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from dsde import LLM, SamplingParams
+from dsde.core.params import DEFAULT_POLICY
 
 TEXT = (
     "the a of and to in is rain sun colour number server model why how what blue three garden stone letter music "
@@ -363,7 +364,7 @@ def main() -> int:
     parser.add_argument("--kv-cache-mb", type=int, default=256)
     parser.add_argument("--target", help="default: the embedded pair")
     parser.add_argument("--draft")
-    parser.add_argument("--policy", default="dsde")
+    parser.add_argument("--policy", default=DEFAULT_POLICY)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--least", type=float, default=0.93, help="ratio that overhead must reach")

@@ -122,7 +122,7 @@ def test_a_demo_compares_the_modes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["demo", "--max-tokens", "12", "--num-prompts", "2", "--batch-size", "2"]) == 0
     text = capsys.readouterr().out
     assert "identical" in text
-    for name in ("off", "static:3", "dsde", "WVIR", "tokens/s"):
+    for name in ("off", "static:3", "dsde", "auto", "outlook", "tokens/s"):
         assert name in text
 
 

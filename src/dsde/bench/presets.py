@@ -11,7 +11,6 @@ from dsde.bench.setting import BASE, Setting
 from dsde.bench.summary import CellSummary
 from dsde.bench.table import Table
 from dsde.bench.workloads import KINDS
-from dsde.policies import POLICIES
 
 Tables = Callable[[Results, Sequence[CellSummary]], list[Table]]
 STATICS = tuple(f"static:{length}" for length in paper.STATIC_LENGTHS)
@@ -50,11 +49,6 @@ class Preset:
     """whether its table is about static lengths, so that there must be one"""
 
 
-def newest() -> tuple[str, ...]:
-    """Policies of ours that the paper does not know."""
-    return ("auto",) if "auto" in POLICIES else ()
-
-
 def _sweep(name: str, sweeps: dict[str, tuple[object, ...]]) -> tuple[str, ...]:
     return (name, *(f"{name}:{option}={value}" for option, values in sweeps.items() for value in values))
 
@@ -63,7 +57,7 @@ PRESETS: dict[str, Preset] = {
     "latency": Preset(
         "DSDE against the best static length and AdaEDL, workload by workload",
         Setting(
-            policies=(BASE, *STATICS, "adaedl", "dsde", *newest()),
+            policies=(BASE, *STATICS, "adaedl", "dsde", "auto"),
             workloads=KINDS,
             temperatures=(0.0, 1.0),
             num_requests=4,
@@ -75,7 +69,7 @@ PRESETS: dict[str, Preset] = {
     "low-acceptance": Preset(
         "the same with a draft that is mostly wrong",
         Setting(
-            policies=(BASE, *STATICS, "adaedl", "dsde", *newest()),
+            policies=(BASE, *STATICS, "adaedl", "dsde", "auto"),
             workloads=("summarise",),
             num_requests=4,
             rounds=2,
@@ -87,7 +81,7 @@ PRESETS: dict[str, Preset] = {
     "scaling": Preset(
         "throughput from batch 1 to 64, with and without the cap",
         Setting(
-            policies=(BASE, "static:4", "dsde:cap=off", "dsde", *newest()),
+            policies=(BASE, "static:4", "dsde:cap=off", "dsde", "auto"),
             batch_sizes=(1, 2, 4, 8, 16, 32, 64),
             num_requests=8,
             max_tokens=64,

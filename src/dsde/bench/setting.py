@@ -24,7 +24,7 @@ class CellKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    policies: tuple[str, ...] = ("off", "static:2", "static:4", "static:8", "svip", "adaedl", "tapout", "dsde")
+    policies: tuple[str, ...] = ("off", "static:2", "static:4", "static:8", "svip", "adaedl", "tapout", "dsde", "auto")
     workloads: tuple[str, ...] = ("mixed",)
     batch_sizes: tuple[int, ...] = (1,)
     temperatures: tuple[float, ...] = (0.0,)

@@ -10,7 +10,7 @@ import typer
 
 from dsde import __version__
 from dsde.core.errors import DsdeError
-from dsde.core.params import SamplingParams
+from dsde.core.params import DEFAULT_POLICY, SamplingParams
 from dsde.server.settings import ServerSettings
 
 app = typer.Typer(
@@ -71,7 +71,7 @@ def generate(
         str | None,
         typer.Option(help='As target; or "embedded", "ngram", "none", "skip:12-15", "noise:0.1", "round:4".'),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = "dsde",
+    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = DEFAULT_POLICY,
     speculative_config: Annotated[
         str | None, typer.Option(help='vLLM\'s JSON form, e.g. \'{"model": "ngram", "num_speculative_tokens": 4}\'.')
     ] = None,
@@ -122,7 +122,7 @@ def serve(
         str | None,
         typer.Option(help='As target; or "embedded", "ngram", "none", "skip:12-15", "noise:0.1", "round:4".'),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = "dsde",
+    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = DEFAULT_POLICY,
     speculative_config: Annotated[
         str | None, typer.Option(help='vLLM\'s JSON form, e.g. \'{"model": "ngram", "num_speculative_tokens": 4}\'.')
     ] = None,
@@ -307,7 +307,7 @@ def plot(
 @app.command()
 def trace(
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
-    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = "dsde",
+    policy: Annotated[str, typer.Option(help="Who chooses the length; see `dsde policies`.")] = DEFAULT_POLICY,
     target: Annotated[
         str | None, typer.Option(help="Hub id, folder or GGUF file. Default: the embedded model.")
     ] = None,

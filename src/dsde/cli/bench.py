@@ -20,7 +20,7 @@ from dsde.bench.contender import Contender
 from dsde.bench.files import make_folder, write_files
 from dsde.bench.machine import describe_machine, describe_models
 from dsde.bench.peers import choose_peers, make_peers
-from dsde.bench.presets import PRESETS, newest
+from dsde.bench.presets import PRESETS
 from dsde.bench.report import Report, answer, make_report
 from dsde.bench.results import FILE_NAME, Results, load_results
 from dsde.bench.setting import Setting
@@ -32,7 +32,7 @@ from dsde.engine.llm import LLM
 from dsde.policies import make_policy, split_specs
 
 QUICK: dict[str, Any] = {"num_requests": 6, "max_tokens": 48, "rounds": 3}
-QUICK_POLICIES = ("off", "static:2", "static:4", "dsde")
+QUICK_POLICIES = ("off", "static:2", "static:4", "dsde", "auto")
 _SMALL_CACHE = 64 << 20
 """for the engine that only reads prompts; contenders have their own"""
 
@@ -86,9 +86,9 @@ def make_setting(options: Options) -> Setting:
     if options.preset is not None and options.preset not in PRESETS:
         raise InvalidInput(f"preset must be one of {', '.join(PRESETS)}, not {options.preset!r}")
     preset = PRESETS.get(options.preset or "")
-    base = Setting(policies=(*Setting().policies, *newest())) if preset is None else preset.setting
+    base = Setting() if preset is None else preset.setting
     if options.quick:
-        policies = base.policies if preset else (*QUICK_POLICIES, *newest())
+        policies = base.policies if preset else QUICK_POLICIES
         base = replace(base, policies=policies, **QUICK)
     given: dict[str, Any] = {
         "policies": options.policies and tuple(split_specs(options.policies)),

@@ -1,4 +1,4 @@
-"""`dsde demo`: the same prompts without speculation, with a fixed length and with DSDE, and what each step did."""
+"""`dsde demo`: the same prompts without speculation, with a fixed length, with DSDE and with auto, step by step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [
     "Give me a simple recipe for pancakes.",
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
 ]
-MODES = ["off", "static:3", "dsde"]
+MODES = ["off", "static:3", "dsde", "auto"]
 _NUM_STEPS_SHOWN = 16
 
 
@@ -56,7 +56,7 @@ def run_demo(max_tokens: int, num_prompts: int, batch_size: int) -> None:
     results = [_run_mode(llm.with_policy(policy), policy, prompts, params, console) for policy in MODES]
     example = results[-1].outputs[0]
     console.print(f"\n[bold]{PROMPTS[0]}[/]\n{example.outputs[0].text}\n", highlight=False)
-    console.print(_steps_table(example.metrics.trace or []))
+    console.print(_steps_table(results[-1].policy, example.metrics.trace or []))
     console.print()
     console.print(_modes_table(results))
     if any(result.texts != results[0].texts for result in results):
@@ -110,20 +110,21 @@ def _modes_table(results: list[ModeResult]) -> Table:
     return table
 
 
-def _steps_table(trace: list[StepRecord]) -> Table:
-    title = f"dsde, first prompt: the first {_NUM_STEPS_SHOWN} of {len(trace)} steps"
+def _steps_table(policy: str, trace: list[StepRecord]) -> Table:
+    title = f"{policy}, first prompt: the first {_NUM_STEPS_SHOWN} of {len(trace)} steps"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for heading in ("step", "mean KLD", "SF", "WVIR", "predicted", "cap", "drafted", "accepted", "ms"):
+    for heading in ("step", "outlook", "last", "next", "price", "wanted", "drafted", "accepted", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for record in trace[:_NUM_STEPS_SHOWN]:
-        kld = sum(record.klds) / len(record.klds) if record.klds else None
+        signals = record.signals
+        prices = [signals.get(name) for name in ("cost_of_token", "cost_of_pass")]
         table.add_row(
             str(record.step),
-            _number(kld),
-            _number(record.signals.get("scale_factor")),
-            _number(record.signals.get("wvir")),
+            _number(signals.get("outlook")),
+            _number(signals.get("gain_of_last")),
+            _number(signals.get("gain_of_next")),
+            _number(None if None in prices else sum(price or 0.0 for price in prices)),
             _number(record.predicted),
-            _number(record.cap),
             str(record.drafted),
             str(record.accepted),
             f"{1000 * record.step_s:.0f}",

@@ -11,6 +11,9 @@ from dsde.core.errors import InvalidInput
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less only loses precision."""
 
+DEFAULT_POLICY = "auto"
+"""Who chooses how many tokens are drafted, where nobody says otherwise."""
+
 LONGEST_DRAFT = 128
 """Most tokens that anybody may ask to be drafted in one step."""
 MOST_COMPLETIONS = 1024

@@ -18,7 +18,7 @@ import torch
 
 from dsde.core.errors import InvalidInput
 from dsde.core.outputs import RequestOutput, StreamChunk
-from dsde.core.params import SamplingParams
+from dsde.core.params import DEFAULT_POLICY, SamplingParams
 from dsde.drafting import Drafter, ModelDrafter, NgramDrafter
 from dsde.engine.config import EngineConfig
 from dsde.engine.cost_file import load_cost_model, save_cost_model
@@ -62,7 +62,7 @@ class LLM:
     ) -> None:
         self._config = EngineConfig(max_num_seqs, max_num_batched_tokens, max_model_len, kv_cache_bytes, seed)
         self._wanted = SpeculativeConfig.parse(speculative_config).over(draft, policy)
-        chosen = _policy(self._wanted.policy or "dsde")
+        chosen = _policy(self._wanted.policy or DEFAULT_POLICY)
         if cost_model is not None:
             load_cost_model(Path(cost_model), chosen)
         self._target = load_model(target, _dtype(dtype), _device(device), progress=_report)

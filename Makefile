@@ -7,7 +7,7 @@ VLLM_PIP := .venv-vllm/bin/pip install --quiet --disable-pip-version-check --con
 .PHONY: demo serve test test-vllm lint install bench clean
 .DEFAULT_GOAL := demo
 
-demo: .venv/.ready                ## generate the same text in three ways and compare
+demo: .venv/.ready                ## generate the same text in four ways and compare
 	$(BIN)/dsde demo
 
 serve: .venv/.ready-server        ## serve the embedded pair over the OpenAI API, with a dashboard

@@ -15,7 +15,15 @@ from tiny import make_engine, run, tiny_model
 VOCAB = 64
 TARGET = tiny_model(VOCAB, seed=7)
 DRAFTS = {"close": tiny_model(VOCAB, seed=7, noise=0.15), "far": tiny_model(VOCAB, seed=99, layers=1), "ngram": "ngram"}
-SETUPS = [("static:4", "close"), ("static:1", "far"), ("dsde", "close"), ("dsde:release", "far"), ("static:6", "ngram")]
+SETUPS = [
+    ("static:4", "close"),
+    ("static:1", "far"),
+    ("dsde", "close"),
+    ("dsde:release", "far"),
+    ("static:6", "ngram"),
+    ("auto", "close"),
+    ("auto", "ngram"),
+]
 
 Work = list[tuple[list[int], SamplingParams]]
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from dsde.core.errors import InvalidInput
+from dsde.core.params import DEFAULT_POLICY
 from dsde.vllm import graphs, hooks
 from dsde.vllm.exporter import Collector
 from dsde.vllm.graphs import LengthGraphs, plan_sizes
 from dsde.vllm.meter import Meter
-from dsde.vllm.settings import DEFAULT_POLICY, Settings, read_settings
+from dsde.vllm.settings import Settings, read_settings
 from dsde.vllm.signals import divergences, looks
 from dsde.vllm.support import make_supported
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dsde.core.errors import InvalidInput
-
-DEFAULT_POLICY = "auto"
+from dsde.core.params import DEFAULT_POLICY
 
 
 @dataclass(frozen=True)

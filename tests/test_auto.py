@@ -274,6 +274,51 @@ def test_while_it_rests_it_says_for_how_long() -> None:
     assert sum(rest == 0 for rest in rests[100:]) >= 5  # and looks again
 
 
+@pytest.mark.parametrize("how", ["step is lost", "nobody to plan for"])
+def test_a_look_that_came_to_nothing_is_not_the_last(how: str) -> None:
+    """A step fails, everybody in it is aborted, or the next one only reads prompts."""
+    policy, rng, looks = Auto(), np.random.default_rng(0), []
+    for _ in range(4000):
+        plan = policy.plan(batch(8))
+        total = int(plan.lengths.sum())
+        looks.append(total > 0)
+        if how == "step is lost" and total and rng.random() < 0.3:
+            continue
+        policy.observe(
+            outcome(
+                plan.lengths.tolist(),
+                [0] * 8,
+                rng.random((total, 3)),
+                draft_s=MEMORY_BOUND.draft_s(plan.lengths),
+                verify_s=MEMORY_BOUND.verify.seconds(8 + total),
+            )
+        )
+        policy.settle()
+        if how == "nobody to plan for":
+            policy.settle()
+    assert sum(looks[1000:2500]) >= 3
+    assert sum(looks[2500:]) >= 3
+
+
+def test_a_draft_that_never_fails_is_believed_and_no_more() -> None:
+    """So many tokens stand that the rate of all is one to the last digit."""
+    policy = Auto()
+    drafted = drive(policy, [1.0] * 400, MEMORY_BOUND, 64)
+    assert np.isfinite(policy.acceptance.weights).all()
+    assert policy.acceptance.rate < 1
+    assert drafted[-1] >= 64 * 4
+
+
+def test_signals_that_nobody_has_teach_nothing() -> None:
+    rng, model = np.random.default_rng(0), AcceptanceModel()
+    before = model.weights.copy()
+    model.observe(outcome([2, 2], [2, 0], np.full((4, 3), np.nan)))
+    assert (model.weights == before).all()
+    model.observe(outcome([2, 2], [2, 0], np.vstack((rng.random((2, 3)), np.full((2, 3), np.nan)))))
+    assert np.isfinite(model.weights).all()
+    assert (model.weights != before).any()
+
+
 def test_a_large_batch_is_tried_before_it_is_thought_too_dear() -> None:
     """Nothing beyond 256 tokens has been measured: what is thought of it must not decide for good."""
     drafted = drive(Auto(), [0.95] * 80, Costs(Line(1e-3), Line(8e-3, 2048, 1e-5)), 256)

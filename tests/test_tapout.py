@@ -88,6 +88,13 @@ def test_blend_is_within_one_and_ignores_steps_without_drafts() -> None:
     np.testing.assert_array_equal(policy._num_played, before)
 
 
+def test_nobody_rests_for_those_who_may_be_chosen_next() -> None:
+    batch = BatchView(np.arange(2), np.full(2, 9), np.zeros(2), 2)
+    policy = make_policy("tapout:[off,static:4]")
+    assert policy.plan(batch).num_resting == 0
+    assert make_policy("off").plan(batch).num_resting > 0
+
+
 def test_needs_are_those_of_its_arms() -> None:
     assert make_policy("tapout:[dsde,confidence:0.4]").needs == Need.KLD | Need.TOKEN_PROB
 

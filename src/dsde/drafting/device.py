@@ -123,7 +123,8 @@ class DeviceDrafter:
                 if not self.referee.has_decided(call):
                     task.meanwhile(draft.proposals_if_over(step is None or call.ruling.keeps_last))
                 decisions = self.referee.wait(call)
-                if decisions.max() < Decision.GOES_ON:
+                if decisions.max() < Decision.GOES_ON and step is not None:
+                    self.passes.abandon(step[0])
                     step = None
             if step is not None:
                 if call is None:

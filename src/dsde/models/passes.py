@@ -348,6 +348,11 @@ class PassRunner:
         assert body is not None, "a pass is begun before it is finished"
         return rest_of(body)
 
+    def abandon(self, entry: Pass) -> None:
+        """A pass that was begun is not wanted."""
+        # What is left of it holds the body's owner, which would not be gone before a garbage collection.
+        entry.underway = None
+
     def can_repeat(self, entry: Pass) -> bool:
         """Whether a pass is done again at no more than the device's own cost."""
         return entry.graph is not None or self.device.type != "cuda"

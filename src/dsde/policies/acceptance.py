@@ -67,7 +67,7 @@ class AcceptanceModel:
     @property
     def rate(self) -> float:
         """Of tested tokens that stood, lately, over all requests."""
-        return self._num_accepted / self._num_tested
+        return min(max(self._num_accepted / self._num_tested, LOWEST), HIGHEST)
 
     def outlooks(self, slots: IntArray) -> tuple[FloatArray, FloatArray]:
         """[slots] chance of a position that nobody has looked at yet, and how far off that may well be."""
@@ -136,10 +136,13 @@ class AcceptanceModel:
     def _learn_weights(self, outcome: Outcome, num_tested: IntArray, history: FloatArray) -> None:
         """One step of Newton's method, where the curvature is that of everything seen so far, fading."""
         places, owners, stood = _tested(outcome, num_tested)
+        signals = outcome.draft_signals[places]
+        is_known = np.isfinite(signals).all(axis=1)
+        if not is_known.all():
+            signals, owners, stood = signals[is_known], owners[is_known], stood[is_known]
         looks = np.empty((stood.size, 2 + NUM_LOOKS))
         looks[:, 0] = 1.0
         looks[:, 1] = history[owners]
-        signals = outcome.draft_signals[places]
         looks[:, 2] = np.sqrt(signals[:, 0])
         looks[:, 3:] = signals[:, 1:]
         chances = 1 / (1 + np.exp(-(looks @ self.weights)))

@@ -101,9 +101,12 @@ class Auto(Policy):
         return [self.cost]
 
     def plan(self, batch: BatchView) -> Plan:
+        if self._current is not None and self._current.is_probing and not self._num_observed:
+            self._probe.is_under_way = False  # its step failed, or all who were in it are gone
         if self._next is not None and not self._next.fits(batch):
             self._drop_next()
         draft = self._next or self._draft(batch)
+        draft.batch = batch
         self._current, self._next, self._num_observed = draft, None, 0
         draft.plan.lengths = np.minimum(draft.plan.lengths, batch.rooms)
         return draft.plan
@@ -118,11 +121,13 @@ class Auto(Policy):
 
     def settle(self) -> None:
         self._learn()
+        self._drop_next()  # made for a step that had nobody to plan for
         if self._current is not None:
             self._next = self._draft(self._current.batch)
 
     def forget(self, slots: IntArray) -> None:
         self._learn()
+        self._drop_next()
         self.acceptance.forget(slots)
         self.cost.forget(slots)
 

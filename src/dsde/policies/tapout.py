@@ -63,7 +63,8 @@ class TapOut(Policy):
         self._playing = arm = self._choose()
         plan = self.arms[arm][1].plan(batch)
         chosen = {"arm": np.full(batch.slots.size, float(arm))}
-        return replace(plan, signals={**plan.signals, **chosen})
+        # Whoever is chosen next may draft, however long this one would have rested.
+        return replace(plan, num_resting=0, signals={**plan.signals, **chosen})
 
     def observe(self, outcome: Outcome) -> None:
         arm, self._playing = self._playing, None

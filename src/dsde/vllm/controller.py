@@ -166,7 +166,10 @@ class Controller:
     ) -> BatchView:
         limits, num, latest = self.limits, len(request_ids), self._latest
         asked = [requests[name] for name in request_ids]
-        if latest is not None and latest.request_ids == request_ids:  # as a rule: then what they are is known
+        is_known = (
+            latest is not None and latest.request_ids == request_ids and all(n in self.slots for n in request_ids)
+        )
+        if latest is not None and is_known:  # as a rule
             slots, temperatures = latest.batch.slots, latest.batch.temperatures
         else:
             slots = np.array([self.slots.of(name) for name in request_ids], np.int64)

@@ -60,7 +60,8 @@ def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
     from dsde.vllm import graphs, running
 
     running.install()
-    if settings.graphs:
+    # Ranks of data parallel pad their batches to one another's, which a graph chosen here would not know.
+    if settings.graphs and worker.vllm_config.parallel_config.data_parallel_size == 1:
         graphs.install()
 
 

@@ -1,0 +1,75 @@
+"""Passes by themselves: what is left of one that was begun. Whole steps are in test_device_engine.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Generator, Iterator
+
+import pytest
+import torch
+
+from dsde.models.batch import Heads
+from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, PassShape, bucket, context_bucket
+
+SHAPE = PassShape(1, 1, 1, True, 8, 1, 1, 1, is_graph=True)
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.passes = PassRunner(Heads(1, 1, 16, torch.float32), torch.zeros(1, dtype=torch.int32), self._body)
+        self.entry = Pass(SHAPE, None, None, {}, None)  # type: ignore[arg-type]
+        self.passes._passes[SHAPE] = self.entry
+
+    def _body(self, entry: Pass) -> Generator[None, None, str]:
+        self.done.append("first part")
+        yield
+        self.done.append("rest")
+        return "result"
+
+
+@pytest.fixture
+def without_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_pass_in_two_parts() -> None:
+    owner = Owner()
+    owner.passes.begin(owner.entry)
+    assert owner.done == ["first part"]
+    assert owner.passes.finish(owner.entry) == "result"
+    assert owner.done == ["first part", "rest"]
+    assert owner.passes.num_cold == 1
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_pass_that_was_begun_holds_nobody(without_collection: None, is_wanted: bool) -> None:
+    """Caches and graphs of an engine that nobody has any more are gigabytes that the next one needs."""
+    owner = Owner()
+    owner.passes.begin(owner.entry)
+    if is_wanted:
+        owner.passes.finish(owner.entry)
+    else:
+        owner.passes.abandon(owner.entry)
+    gone = weakref.ref(owner)
+    del owner
+    assert gone() is None
+
+
+def test_buckets() -> None:
+    for count in range(1, MOST_GRAPH_TOKENS + 1):
+        size = bucket(count)
+        assert count <= size <= MOST_GRAPH_TOKENS
+        assert size <= 4 / 3 * count or count == 1
+        assert count <= 16 or size < 1.25 * count
+
+
+@pytest.mark.parametrize("num_tokens", [1, 128, 129, 512, 513, 8192, 8193, 100_000])
+def test_context_buckets(num_tokens: int) -> None:
+    room = context_bucket(num_tokens)
+    assert num_tokens <= room <= max(128, 4 * num_tokens)
+    assert num_tokens <= 8192 or room < 2 * num_tokens
+    assert context_bucket(room) == room

@@ -2,8 +2,9 @@
 
     python benchmarks/pair.py TARGET DRAFT --prompts spec_bench_question.jsonl HumanEval.jsonl.gz --out pair.json
 
-Every group of prompts runs three times, and the faster of the last two counts: kernels are compiled and prompts cached
-by then, so that what is measured is decoding. Everything measured so far is in `--out` after every measurement.
+Every group of prompts runs until an engine meets no new shapes of passes any more, four times at most, and then twice,
+of which the faster counts: graphs are captured and prompts cached by then, so that what is measured is decoding. `cold`
+counts the steps of the measured run that were not so. Everything measured so far is in `--out` after every measurement.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, poli
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+MOST_WARM_UPS = 4
 
 
 def read_questions(paths: Sequence[Path]) -> dict[str, list[str]]:
@@ -60,8 +62,16 @@ def timed(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams
     return seconds, answers, {name: value - before[name] for name, value in counts(llm).items()}
 
 
+def warm_up(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams) -> None:
+    for _ in range(MOST_WARM_UPS):
+        num_cold = llm.metrics.num_cold_steps
+        answer(llm, prompts, batch, params)
+        if llm.metrics.num_cold_steps == num_cold:
+            return
+
+
 def counts(llm: LLM) -> Row:
-    return {name: getattr(llm.metrics, name) for name in COUNTS}
+    return {name: getattr(llm.metrics, name) for name in (*COUNTS, "num_cold_steps")}
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -94,7 +104,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
                 if time.perf_counter() - began > options.time_limit:
                     print(f"past {options.time_limit:.0f} s: the rest is left out", flush=True)
                     return
-                answer(llm, prompts, batch, params)
+                warm_up(llm, prompts, batch, params)
                 rounds = [timed(llm, prompts, batch, params) for _ in range(2)]
                 seconds, answers, added = min(rounds, key=lambda measured: measured[0])
                 baseline = baseline or answers
@@ -130,7 +140,8 @@ def line_of(row: Row) -> str:
     rate = "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.3f}"
     return (
         f"batch {row['batch']:3} {row['category']:16}{row['policy']:12}{row['tokens_per_s']:9.1f} tokens/s  accepted "
-        f"{rate:>5}  emitted {row['emitted_per_step']:.2f}  equal answers {row['answers_as_first_policy']:.2f}"
+        f"{rate:>5}  emitted {row['emitted_per_step']:.2f}  equal answers {row['answers_as_first_policy']:.2f}  "
+        f"cold {row['num_cold_steps']}"
     )
 
 

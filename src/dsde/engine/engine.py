@@ -294,6 +294,7 @@ class Engine:
         if step.plan.plan is not None and step.plan.plan.cap is not None:
             self.metrics.last_cap = step.plan.plan.cap
         self.metrics.num_draft_passes += landing.num_draft_passes
+        self.metrics.num_cold_steps += landing.is_cold
         self.metrics.plan_s += times[1] - times[0]
         self.metrics.commit_s += times[2] - times[1]
         self.metrics.draft_s += seconds.draft

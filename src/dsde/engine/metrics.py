@@ -38,6 +38,8 @@ class EngineMetrics(SpeculationCounts):
     """sequence-steps whose drafts were judged by a rule that is not lossless"""
     num_host_steps: int = 0
     """steps that a device could not do by itself, because somebody must look at every token"""
+    num_cold_steps: int = 0
+    """steps in which a device met a shape of a pass for the first or second time: much slower than those after them"""
     schedule_s: float = 0.0
     plan_s: float = 0.0
     draft_s: float = 0.0

@@ -44,6 +44,10 @@ _COUNTERS = {
     "dsde_steps": ("num_steps", "Steps of the engine: target passes over the whole batch."),
     "dsde_preemptions": ("num_preemptions", "Sequences that gave up their KV blocks and were computed again."),
     "dsde_host_steps": ("num_host_steps", "Steps that the device could not do by itself and that went a slower way."),
+    "dsde_cold_steps": (
+        "num_cold_steps",
+        "Steps that met a shape for the first times, much slower than those after them.",
+    ),
     "dsde_lossy_drafts": ("num_lossy", "Sequence-steps judged by a rule that is not lossless."),
 }
 _LOWERED = {

@@ -19,7 +19,7 @@ from dsde.policies.limits import LONGEST, check_whole
 from dsde.policies.menu import Menu
 from dsde.policies.probe import Probe
 
-NUM_TRIED = 4
+NUM_TRIED = 2
 """measurements of a size before it is believed"""
 FIRST_REACH = 2
 """tokens that the first drafts may have; twice as many after every step that drafted"""
@@ -82,7 +82,7 @@ class Auto(Policy):
     def __init__(self, max: int = 20, cost: CostModel | None = None) -> None:
         check_whole("max", max, 1, LONGEST)
         self.max = max
-        # On a device the first two passes of a shape are slow, and whoever they put off would never see a third.
+        # One measurement may be an accident, and whoever it puts off would never make another.
         self.cost = cost or CostModel(num_trusted=NUM_TRIED, num_tried=NUM_TRIED, flat_drafts=True)
         self.acceptance = AcceptanceModel()
         self._gain = 1.0

@@ -164,4 +164,4 @@ def _row(summary: CellSummary, contender: str) -> Row:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s"
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"

@@ -261,7 +261,7 @@ def test_a_trace_is_shown_and_drawn(
         "the target's own",
         "mean KLD",
         "24 tokens in",
-        "policy dsde",
+        "policy auto",
     ):
         assert words in text
     if name.endswith("svg"):

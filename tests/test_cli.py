@@ -93,7 +93,7 @@ def test_generate_streams_text_and_explains_itself(capsys: pytest.CaptureFixture
     keys = {"klds", "predicted", "cap", "drafted", "accepted", "signals", "step_s"}
     assert records
     assert all(keys <= set(record) for record in records)
-    assert {"scale_factor", "wvir"} <= set(records[0]["signals"])
+    assert {"outlook", "gain_of_next", "cost_of_token"} <= set(records[0]["signals"])
 
 
 @has_weights

@@ -52,6 +52,7 @@ STEP = StepRecord(
     verify_s=0.04,
     step_s=0.05,
 )
+AUTO = {"outlook": 0.82, "gain_of_next": 0.4, "cost_of_token": 0.02, "cost_of_pass": 0.55}
 
 
 @pytest.fixture
@@ -346,6 +347,10 @@ def test_throughput_asks_the_cost_model_where_it_has_measured() -> None:
         ({"drafted": 3}, "on", "Only 3 came"),
         ({"cap": 0.0, "planned": 0, "drafted": 0}, "on", "Off in this step, for the whole batch"),
         ({"signals": {"gamma": 3.5}}, "on", "the policy wants 4.30 (gamma 3.50)"),
+        ({"signals": AUTO, "predicted": 3.0}, "on", "chance of 0.82 and costs the time of 0.57 plain ones, so 3 pay"),
+        ({"signals": AUTO, "predicted": 0.0, "planned": 0, "drafted": 0}, "on", "0.57 plain ones, so none pays."),
+        ({"signals": AUTO, "predicted": 0.0, "planned": 1, "drafted": 1}, "on", "1 token: the next token"),
+        ({"signals": AUTO, "predicted": 0.0, "planned": 1, "drafted": 1}, "on", "plain ones, which is looked into."),
         ({"predicted": None}, "off", "Off: this request asked for no speculation."),
         ({"predicted": None}, 4, "4 tokens: this request fixed its length."),
         ({"predicted": None, "planned": 0, "drafted": 0}, "on", "Off: this server has no draft."),

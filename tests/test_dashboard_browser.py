@@ -96,7 +96,7 @@ def test_a_message_by_keyboard_shows_tokens_colours_and_curves(server: Served, b
 
         speculated = page.locator("#ended > li", has_text="adaptive")
         expect(speculated.locator(".why")).to_contain_text("token")
-        for name in ("KLD", "SF", "WVIR"):
+        for name in ("outlook", "next", "price"):
             strip = speculated.locator(".strip", has_text=name)
             expect(strip.locator(".value")).to_have_text(re.compile(r"^[\d.e]+$"))
             assert strip.locator("path").get_attribute("d").count("L") > 3

@@ -7,7 +7,14 @@ const MOST_PIECES = 800;
 const MOST_SPANS = 400;
 const MOST_ENDED = 4;
 const STEPS_STRUCK = 3; // rejected tokens of so many steps stay readable; of older ones a tick remains
-const NAMES = { mean_kld: "KLD", scale_factor: "SF", wvir: "WVIR" };
+const NAMES = {
+  mean_kld: "KLD",
+  scale_factor: "SF",
+  wvir: "WVIR",
+  outlook: "outlook",
+  gain_of_next: "next",
+  cost_of_pass: "price",
+};
 const LOGARITHMIC = new Set(["scale_factor"]); // e to twice the KLD: 0.1 and 5000 are neighbours
 
 /** Text whose tokens tell where they came from. */

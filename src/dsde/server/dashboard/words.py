@@ -1,4 +1,4 @@
-"""Why a length was chosen, in a sentence. Knows the records of steps and DSDE's signals; other policies' are listed."""
+"""Why a length was chosen, in a sentence. Knows records of steps, the signals of DSDE and of auto; lists all others."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def explain(record: StepRecord, speculation: Speculation) -> str:
 
 def _wish(record: StepRecord) -> str:
     signals = record.signals
+    outlook, token, shared = (signals.get(name) for name in ("outlook", "cost_of_token", "cost_of_pass"))
+    if outlook is not None and token is not None and shared is not None:
+        chance, price = _number(outlook), _number(token + shared)
+        balance = f"the next token stands with a chance of {chance} and costs the time of {price} plain ones"
+        if record.predicted:
+            return f"{balance}, so {_length(record)} pay, more where they look sure"
+        return f"{balance}, which is looked into" if record.planned else f"{balance}, so none pays"
     if "scale_factor" not in signals:
         reasons = [f"{_NAMES.get(name, name)} {_number(value)}" for name, value in signals.items() if value is not None]
         return f"the policy wants {_length(record)}" + (f" ({', '.join(reasons)})" if reasons else "")

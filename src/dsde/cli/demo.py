@@ -124,7 +124,7 @@ def _steps_table(policy: str, trace: list[StepRecord]) -> Table:
             _number(signals.get("gain_of_last")),
             _number(signals.get("gain_of_next")),
             _number(None if None in prices else sum(price or 0.0 for price in prices)),
-            _number(record.predicted),
+            "-" if record.predicted is None else f"{record.predicted:.0f}",
             str(record.drafted),
             str(record.accepted),
             f"{1000 * record.step_s:.0f}",

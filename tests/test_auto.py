@@ -154,6 +154,19 @@ def test_lengths_are_nearly_the_best_of_all(costs: Costs, seed: int) -> None:
     assert rate_of(choice.lengths, outlooks, costs) > 0.99 * best
 
 
+class Measured(Known):
+    def is_measured(self, tokens: float) -> bool:
+        return True
+
+
+def test_a_bend_behind_the_tokens_chosen_is_not_their_price() -> None:
+    """Or all would be drafted and none verified, and what lies behind it would never be measured again."""
+    plan = Auto(cost=Measured(Costs(Line(0.05e-3), Line(1e-3, 5, 4e-3)))).plan(batch(1))
+    assert plan.predicted[0] == 4
+    assert plan.stop is not None
+    assert plan.stop.keep_above < 0.1
+
+
 def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None:
     policy = Auto(cost=Known(MEMORY_BOUND))
     plan = policy.plan(batch(4))

@@ -179,7 +179,7 @@ class Auto(Policy):
         is_probing = not pays and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = lengths + self._probe.length(batch)
-        verify_s, each_s, pass_s = self._prices(choice)
+        verify_s, each_s, pass_s = self._prices(choice, rate)
         ones = np.ones(batch.slots.size)
         plan = Plan(
             lengths=lengths,
@@ -226,18 +226,22 @@ class Auto(Policy):
         best_s, num_tokens = float(seconds[level, last]), int(packed[level, last])
         return _Choice(lengths, rate, best_s, rate_off, num_tokens, int(counts[level, 0]))
 
-    def _prices(self, choice: _Choice) -> tuple[float, float, float]:
+    def _prices(self, choice: _Choice, rate: float) -> tuple[float, float, float]:
         """Seconds of verifying one more token, of one more sequence in a draft pass, and of a pass."""
         # From fewer tokens than chosen to more, so that neither side of a bend is taken for the other; but beyond what
         # was measured there is nothing to go by.
         half = max(int(choice.lengths.sum()) // 2, 1)
         most = choice.num_tokens + (half if self.cost.is_measured(choice.num_tokens + half) else 0)
         least = max(choice.num_tokens - half, 1)
-        verify_s = self.cost.verify_s([least, most])
+        verify_s = self.cost.verify_s([least, choice.num_tokens, most])
+        token_s = float(verify_s[2] - verify_s[0]) / max(most - least, 1)
+        if rate * token_s >= 1:
+            # Nobody would be worth that, not even those chosen because they are: the bend lies behind them.
+            token_s = float(verify_s[1] - verify_s[0]) / max(choice.num_tokens - least, 1)
         num = max(choice.num_first, 1)
         draft_s = self.cost.draft_s([max(num // 2, 1), num])
         each_s = float(draft_s[1] - draft_s[0]) / max(num - num // 2, 1) if num > 1 else 0.0
-        return float(verify_s[1] - verify_s[0]) / max(most - least, 1), each_s, float(draft_s[1]) - num * each_s
+        return token_s, each_s, float(draft_s[1]) - num * each_s
 
 
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:

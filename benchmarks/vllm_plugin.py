@@ -82,7 +82,7 @@ class Engine:
         self.num_steps = 0
         start = time.perf_counter()
         if job["policies"]:
-            from dsde.vllm.plugin import register
+            from dsde.integrations.vllm.plugin import register
 
             # The environment and not `additional_config`, which is part of the key of vLLM's compile cache.
             os.environ["DSDE_POLICY"] = job["policies"][0]
@@ -111,8 +111,8 @@ class Engine:
 
     def _obey(self, policy: str) -> None:
         """From now on, with nothing learnt."""
-        from dsde.vllm import running, scheduling
-        from dsde.vllm.settings import Settings
+        from dsde.integrations.vllm import running, scheduling
+        from dsde.integrations.vllm.settings import Settings
 
         os.environ["DSDE_POLICY"] = policy
         core = self.llm.llm_engine.engine_core.engine_core

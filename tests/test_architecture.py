@@ -12,7 +12,7 @@ import dsde
 ROOT = Path(dsde.__file__).parent
 LAYERS = [
     *("core", "policies", "simulation", "device", "models", "sampling", "drafting", "verification", "engine"),
-    *("server", "bench", "vllm", "cli"),
+    *("server", "bench", "integrations", "cli"),
 ]
 """from the bottom up"""
 ALLOWED = {name: set(LAYERS[: LAYERS.index(name) + 1]) for name in LAYERS}
@@ -24,8 +24,8 @@ ALLOWED["sampling"] -= {"policies", "models"}
 ALLOWED["drafting"] -= {"policies"}
 ALLOWED["verification"] -= {"policies"}
 ALLOWED["bench"] -= {"server"}
-ALLOWED["vllm"] = {"core", "policies", "vllm"}
-ALLOWED["cli"] -= {"vllm"}
+ALLOWED["integrations"] = {"core", "policies", "integrations"}
+ALLOWED["cli"] -= {"integrations"}
 
 
 def imported_packages(path: Path) -> set[str]:
@@ -52,7 +52,7 @@ def test_policies_need_no_torch() -> None:
 
 
 def test_the_plugin_needs_vllm_only_where_vllm_calls_it() -> None:
-    code = "import sys, dsde.vllm.plugin, dsde.vllm.running, dsde.vllm.graphs; assert 'vllm' not in sys.modules"
+    code = "import sys; from dsde.integrations.vllm import graphs, plugin, running; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

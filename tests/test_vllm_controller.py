@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dsde.integrations.vllm.controller import Controller, Limits
+from dsde.integrations.vllm.messages import Directive, Feedback
+from dsde.integrations.vllm.support import pairs, takes_turns
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
-from dsde.vllm.controller import Controller, Limits
-from dsde.vllm.messages import Directive, Feedback
-from dsde.vllm.support import pairs, takes_turns
 
 
 @dataclass

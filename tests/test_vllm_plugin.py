@@ -15,13 +15,13 @@ import torch
 
 from dsde.core.errors import InvalidInput
 from dsde.core.params import DEFAULT_POLICY
-from dsde.vllm import graphs, hooks
-from dsde.vllm.exporter import Collector
-from dsde.vllm.graphs import LengthGraphs, plan_sizes
-from dsde.vllm.meter import Meter
-from dsde.vllm.settings import Settings, read_settings
-from dsde.vllm.signals import divergences, looks
-from dsde.vllm.support import make_supported
+from dsde.integrations.vllm import graphs, hooks
+from dsde.integrations.vllm.exporter import Collector
+from dsde.integrations.vllm.graphs import LengthGraphs, plan_sizes
+from dsde.integrations.vllm.meter import Meter
+from dsde.integrations.vllm.settings import Settings, read_settings
+from dsde.integrations.vllm.signals import divergences, looks
+from dsde.integrations.vllm.support import make_supported
 
 
 def test_settings() -> None:

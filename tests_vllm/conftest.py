@@ -45,8 +45,8 @@ class Engine:
 
     def obey(self, policy: str) -> None:
         """From now on, with nothing learnt."""
-        from dsde.vllm import running, scheduling
-        from dsde.vllm.settings import Settings
+        from dsde.integrations.vllm import running, scheduling
+        from dsde.integrations.vllm.settings import Settings
 
         os.environ["DSDE_POLICY"] = policy
         scheduling.steer(self.core.scheduler, Settings(policy=policy))

@@ -88,7 +88,7 @@ def test_without_catching_up_they_fall(
     make_engine: MakeEngine, same_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That the tests above can fail."""
-    from dsde.vllm.running import RunnerAdapter
+    from dsde.integrations.vllm.running import RunnerAdapter
 
     monkeypatch.setattr(RunnerAdapter, "_catch_up", lambda *_: None)
     target, draft = same_pair

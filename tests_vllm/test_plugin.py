@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from conftest import MakeEngine, asking, speculation
-from dsde.vllm import hooks, plugin
+from dsde.integrations.vllm import hooks, plugin
 
 
 def test_inert_until_asked(make_engine: MakeEngine, pair: tuple[str, str]) -> None:

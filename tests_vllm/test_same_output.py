@@ -53,7 +53,7 @@ def test_same_output(engine: Engine, expected: list[list[int]], policy: str) -> 
 
 def test_records(engine: Engine, tmp_path: Path) -> None:
     """Ragged lengths in one batch, KLDs of every verified token, and why: as our own engine's trace says it."""
-    from dsde.vllm.trace import TraceWriter
+    from dsde.integrations.vllm.trace import TraceWriter
 
     engine.obey("dsde")
     engine.controller._trace = TraceWriter(str(tmp_path / "trace.jsonl"))

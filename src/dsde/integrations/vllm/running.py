@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsde.integrations.vllm import hooks
+from dsde.integrations.vllm.clock import Clocks, StepClock
+from dsde.integrations.vllm.messages import Directive, Feedback, attach, attached
+from dsde.integrations.vllm.settings import Settings, read_settings
+from dsde.integrations.vllm.signals import divergences, looks
+from dsde.integrations.vllm.support import make_supported
 from dsde.policies import Need
-from dsde.vllm import hooks
-from dsde.vllm.clock import Clocks, StepClock
-from dsde.vllm.messages import Directive, Feedback, attach, attached
-from dsde.vllm.settings import Settings, read_settings
-from dsde.vllm.signals import divergences, looks
-from dsde.vllm.support import make_supported
 
 ADAPTER = "dsde_adapter"
 NUM_SIGNALS = 5

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dsde.integrations.vllm.backlog import Backlog
+from dsde.integrations.vllm.messages import Directive, Feedback
+from dsde.integrations.vllm.meter import Meter
+from dsde.integrations.vllm.slots import Slots
+from dsde.integrations.vllm.support import looks_ahead, pairs, takes_turns
+from dsde.integrations.vllm.trace import TraceWriter
 from dsde.policies import BatchView, Need, Outcome, Pace, Plan, Policy
-from dsde.vllm.backlog import Backlog
-from dsde.vllm.messages import Directive, Feedback
-from dsde.vllm.meter import Meter
-from dsde.vllm.slots import Slots
-from dsde.vllm.support import looks_ahead, pairs, takes_turns
-from dsde.vllm.trace import TraceWriter
 
 IntArray = NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from dsde.core.outputs import StepRecord
 from dsde.policies import Outcome
 
 if TYPE_CHECKING:
-    from dsde.vllm.controller import Decision
+    from dsde.integrations.vllm.controller import Decision
 
 
 class TraceWriter:

@@ -11,7 +11,7 @@ import logging
 from bisect import bisect_left
 from typing import Any
 
-from dsde.vllm import hooks
+from dsde.integrations.vllm import hooks
 
 logger = logging.getLogger("vllm.dsde")
 

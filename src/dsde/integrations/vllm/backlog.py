@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from dsde.vllm.messages import CatchUp
+from dsde.integrations.vllm.messages import CatchUp
 
 
 class Tokens(Protocol):

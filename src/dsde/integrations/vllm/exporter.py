@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsde.vllm.meter import read_meter
-from dsde.vllm.scheduling import METRICS_FOLDER
+from dsde.integrations.vllm.meter import read_meter
+from dsde.integrations.vllm.scheduling import METRICS_FOLDER
 
 COUNTERS = {
     "num_steps": ("dsde_steps", "steps in which somebody decoded"),

@@ -11,9 +11,9 @@ import os
 from typing import Any
 
 from dsde.core.errors import InvalidInput
-from dsde.vllm import hooks
-from dsde.vllm.settings import Settings, read_settings
-from dsde.vllm.support import make_supported
+from dsde.integrations.vllm import hooks
+from dsde.integrations.vllm.settings import Settings, read_settings
+from dsde.integrations.vllm.support import make_supported
 
 logger = logging.getLogger("vllm.dsde")
 
@@ -28,7 +28,7 @@ def register() -> None:
     if changes:
         _say(changes)
         return
-    from dsde.vllm.exporter import offer_metrics
+    from dsde.integrations.vllm.exporter import offer_metrics
 
     offer_metrics()
     hooks.wrap(MAKE_SCHEDULER, make_scheduler)
@@ -40,7 +40,7 @@ def make_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
     settings = asked_for(scheduler.vllm_config)
     if settings is None:
         return
-    from dsde.vllm import scheduling
+    from dsde.integrations.vllm import scheduling
 
     changes = hooks.find_changes(hooks.NEEDED)
     if changes:
@@ -57,7 +57,7 @@ def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
     settings = asked_for(worker.vllm_config)
     if settings is None or hooks.find_changes(hooks.NEEDED):
         return
-    from dsde.vllm import graphs, running
+    from dsde.integrations.vllm import graphs, running
 
     running.install()
     # Ranks of data parallel pad their batches to one another's, which a graph chosen here would not know.

@@ -11,13 +11,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from dsde.vllm import hooks
-from dsde.vllm.controller import Controller, Limits
-from dsde.vllm.messages import attach, attached
-from dsde.vllm.meter import Meter
-from dsde.vllm.settings import Settings
-from dsde.vllm.support import make_supported
-from dsde.vllm.trace import TraceWriter
+from dsde.integrations.vllm import hooks
+from dsde.integrations.vllm.controller import Controller, Limits
+from dsde.integrations.vllm.messages import attach, attached
+from dsde.integrations.vllm.meter import Meter
+from dsde.integrations.vllm.settings import Settings
+from dsde.integrations.vllm.support import make_supported
+from dsde.integrations.vllm.trace import TraceWriter
 
 CONTROLLER = "dsde_controller"
 METRICS_FOLDER = "DSDE_METRICS_DIR"

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dsde.policies import Auto, BatchView, CostModel, Outcome, Policy, make_policy
+from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
 from dsde.simulation import Costs, Line, Requests, make_stream, simulate
 
@@ -264,6 +264,17 @@ def test_it_stops_where_drafting_cannot_pay_and_looks_again_at_a_bounded_price()
     assert sum(count > 0 for count in drafted[-100:]) > 90
 
 
+def all_rejected(plan: Plan, rng: np.random.Generator) -> Outcome:
+    num_drafted = int(plan.lengths.sum())
+    return outcome(
+        plan.lengths.tolist(),
+        [0] * plan.lengths.size,
+        rng.random((num_drafted, 3)),
+        draft_s=MEMORY_BOUND.draft_s(plan.lengths),
+        verify_s=MEMORY_BOUND.verify.seconds(plan.lengths.size + num_drafted),
+    )
+
+
 def test_while_it_rests_it_says_for_how_long() -> None:
     """Steps that a device may be given ahead: in none of them is it time for a look."""
     policy, rng = Auto(), np.random.default_rng(0)
@@ -271,16 +282,7 @@ def test_while_it_rests_it_says_for_how_long() -> None:
     for _ in range(200):
         plan = policy.plan(batch(8))
         for _ in range(1 + plan.num_resting):
-            total = int(plan.lengths.sum())
-            policy.observe(
-                outcome(
-                    plan.lengths.tolist(),
-                    [0] * 8,
-                    rng.random((total, 3)),
-                    draft_s=MEMORY_BOUND.draft_s(plan.lengths),
-                    verify_s=MEMORY_BOUND.verify.seconds(8 + total),
-                )
-            )
+            policy.observe(all_rejected(plan, rng))
         assert plan.num_resting == 0 or not plan.lengths.any()
         rests.append(plan.num_resting)
         policy.settle()
@@ -294,19 +296,10 @@ def test_a_look_that_came_to_nothing_is_not_the_last(how: str) -> None:
     policy, rng, looks = Auto(), np.random.default_rng(0), []
     for _ in range(4000):
         plan = policy.plan(batch(8))
-        total = int(plan.lengths.sum())
-        looks.append(total > 0)
-        if how == "step is lost" and total and rng.random() < 0.3:
+        looks.append(bool(plan.lengths.any()))
+        if how == "step is lost" and looks[-1] and rng.random() < 0.3:
             continue
-        policy.observe(
-            outcome(
-                plan.lengths.tolist(),
-                [0] * 8,
-                rng.random((total, 3)),
-                draft_s=MEMORY_BOUND.draft_s(plan.lengths),
-                verify_s=MEMORY_BOUND.verify.seconds(8 + total),
-            )
-        )
+        policy.observe(all_rejected(plan, rng))
         policy.settle()
         if how == "nobody to plan for":
             policy.settle()

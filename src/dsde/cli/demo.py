@@ -117,13 +117,13 @@ def _steps_table(policy: str, trace: list[StepRecord]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for record in trace[:_NUM_STEPS_SHOWN]:
         signals = record.signals
-        prices = [signals.get(name) for name in ("cost_of_token", "cost_of_pass")]
+        price = (signals.get("cost_of_token") or 0.0) + (signals.get("cost_of_pass") or 0.0)
         table.add_row(
             str(record.step),
             _number(signals.get("outlook")),
             _number(signals.get("gain_of_last")),
             _number(signals.get("gain_of_next")),
-            _number(None if None in prices else sum(price or 0.0 for price in prices)),
+            _number(price),
             "-" if record.predicted is None else f"{record.predicted:.0f}",
             str(record.drafted),
             str(record.accepted),

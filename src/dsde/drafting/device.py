@@ -113,7 +113,7 @@ class DeviceDrafter:
             if len(following):
                 if len(following) < len(may_go_on):
                     batch = batch.only(may_go_on)
-                step, next_call = self._extend(batch, draft, following, task, is_awaited=call is not None)
+                step, next_call = self._extend(batch, draft, following, task, is_begun=call is not None)
                 task.begin()
                 self.passes.load(*step)
                 if call is not None:
@@ -252,7 +252,7 @@ class DeviceDrafter:
         return entry, sheet
 
     def _extend(
-        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task, is_awaited: bool
+        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task, is_begun: bool
     ) -> tuple[tuple[Pass, Sheet], Call | None]:
         """Read the tokens that these members, which `batch` is of, drafted last, and draw the next."""
         depth, first_row, count = draft.depth + 1, draft.num_rows, len(members)
@@ -262,7 +262,7 @@ class DeviceDrafter:
         ruling = task.ruling
         if ruling is not None and not ruling.decides(depth, is_last=int(draft.lengths[members].max()) == depth + 1):
             ruling = None
-        variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None, is_begun=is_awaited)
+        variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None, is_begun=is_begun)
         rows = RaggedRows(np.ones(count, dtype=np.int64))
         entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row, variant)
         sheet.arrays["sources"][:count] = draft.rows[members, draft.depth]

@@ -83,7 +83,7 @@ class Auto(Policy):
         check_whole("max", max, 1, LONGEST)
         self.max = max
         # One measurement may be an accident, and whoever it puts off would never make another.
-        self.cost = cost or CostModel(num_trusted=NUM_TRIED, num_tried=NUM_TRIED, flat_drafts=True)
+        self.cost = cost or CostModel(num_tried=NUM_TRIED, flat_drafts=True)
         self.acceptance = AcceptanceModel()
         self._gain = 1.0
         """realised over planned rate while drafting, lately"""

@@ -54,11 +54,10 @@ class Curve:
     that contradict this the smaller size is lowered, because a step is slow by accident but hardly ever fast.
     """
 
-    def __init__(self, prior_s: float, num_trusted: int = NUM_TRUSTED, is_flat_below: bool = False) -> None:
+    def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:
         """With `is_flat_below`, sizes below the smallest measured cost as much as that."""
         self.prior_s = prior_s
         self.is_flat_below = is_flat_below
-        self.num_trusted = num_trusted
         self._held = np.zeros((NUM_BUCKETS, NUM_HELD))
         self._num_seen = np.zeros(NUM_BUCKETS, np.int64)
         self._seen_at = np.zeros(NUM_BUCKETS, np.int64)
@@ -84,7 +83,7 @@ class Curve:
         self._ratios[index] = self._typical(index)
         # Not for every wobble of a median: working the table out again is what takes time.
         used = self._used[index]
-        has_moved = abs(self._ratios[index] - used) > WOBBLE * used or self._num_seen[index] <= self.num_trusted
+        has_moved = abs(self._ratios[index] - used) > WOBBLE * used or self._num_seen[index] <= NUM_TRUSTED
         self._is_stale |= bool(has_moved) or self.num_measured >= self._rebuild_at
 
     def seconds(self, sizes: ArrayLike) -> FloatArray:
@@ -116,12 +115,14 @@ class Curve:
     def _typical(self, index: int) -> float:
         num = min(int(self._num_seen[index]), NUM_HELD)
         held = sorted(self._held[index, :num].tolist())
-        return float(held[0] if num <= self.num_trusted else held[(num - 1) // 2])
+        return float(held[0] if num <= NUM_TRUSTED else held[(num - 1) // 2])
 
     def _rebuild(self) -> None:
         silent = self.num_measured - self._seen_at > LONGEST_SILENCE
         self._num_seen[silent] = 0
-        known = next(known for num in (self.num_trusted, NUM_TRUSTED, 1) if (known := self._num_seen >= num).any())
+        known = self._num_seen >= NUM_TRUSTED
+        if not known.any():
+            known = self._num_seen > 0
         places = np.flatnonzero(known)
         ratios = np.interp(np.arange(NUM_BUCKETS), places, self._ratios[places])
         table = self.prior_s * ratios * _FLAT_THEN_LINEAR
@@ -201,14 +202,14 @@ class CostModel:
     One model belongs to one policy or stage, which hands every outcome to `observe`.
     """
 
-    def __init__(self, num_trusted: int = NUM_TRUSTED, num_tried: int = 1, flat_drafts: bool = False) -> None:
+    def __init__(self, num_tried: int = 1, flat_drafts: bool = False) -> None:
         """A draft pass is believed to cost what it does once `num_tried` steps have drafted, and not before.
 
         With `flat_drafts` one of fewer sequences than ever measured costs no less, for who would make many of these.
         """
         self._num_tried = num_tried
-        self._verify = Curve(VERIFY_S, num_trusted)
-        self._draft = Curve(VERIFY_S * DRAFT_SHARE, num_trusted, flat_drafts)
+        self._verify = Curve(VERIFY_S)
+        self._draft = Curve(VERIFY_S * DRAFT_SHARE, flat_drafts)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
         self._num_unclean = 0

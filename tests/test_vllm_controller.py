@@ -256,3 +256,19 @@ def test_any_policy_goes_on(policy: str) -> None:
     assert controller.meter["num_steps"] == 60
     assert sum(controller.meter.lengths) == 5 * 31 + 4 * 29
     assert len(controller._steps) == 0
+
+
+def test_a_name_that_is_used_again_is_another_request() -> None:
+    policy = Recorded([2] * 20)
+    scheduler = Scheduler(make(policy), 1)
+    for _ in range(4):
+        scheduler.step(accepted=1)
+    scheduler.controller.forget(["r0"])
+    scheduler.requests["r0"] = Request("r0", list(range(6)))
+    scheduler.lengths = {}
+    num_before = len(policy.outcomes)
+    for _ in range(4):
+        scheduler.step(accepted=1)
+    assert policy.forgotten == [0]
+    assert "r0" in scheduler.controller.slots
+    assert len(policy.outcomes) >= num_before + 3

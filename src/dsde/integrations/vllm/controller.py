@@ -166,10 +166,8 @@ class Controller:
     ) -> BatchView:
         limits, num, latest = self.limits, len(request_ids), self._latest
         asked = [requests[name] for name in request_ids]
-        is_known = (
-            latest is not None and latest.request_ids == request_ids and all(n in self.slots for n in request_ids)
-        )
-        if latest is not None and is_known:  # as a rule
+        # As a rule they are those of the step before; but a name may be another request's by now.
+        if latest is not None and latest.request_ids == request_ids and all(map(self.slots.__contains__, request_ids)):
             slots, temperatures = latest.batch.slots, latest.batch.temperatures
         else:
             slots = np.array([self.slots.of(name) for name in request_ids], np.int64)

@@ -22,7 +22,7 @@ from dsde.integrations.vllm.trace import TraceWriter
 CONTROLLER = "dsde_controller"
 METRICS_FOLDER = "DSDE_METRICS_DIR"
 MOST_CATCH_UP_TOKENS = 2048
-"""that the draft reads in one step; about a step's own time on current devices"""
+"""that the draft reads in one step: those who need not catch up wait for it, too"""
 
 
 def steer(scheduler: Any, settings: Settings) -> Controller:

@@ -3,19 +3,23 @@
     python benchmarks/vllm_plugin.py --out plugin.json [--vllm SITE]           # made-up weights and acceptance
     python benchmarks/vllm_plugin.py --target FOLDER --draft FOLDER --out pair.json    # a real pair
 
-Decoding speed is the difference between a long and a short generation, so that start-up and prefill cancel; a long one
-that nobody measures comes first, and the best of the rounds counts. Every engine of vLLM is one process that does all
-batches; policies of the plugin share one, since they can be changed while it runs. vLLM's table is made of what its
-fixed lengths measured: the best of them for every batch.
+Decoding speed is the difference between a long and a short generation, so that start-up and prefill cancel; one that
+nobody measures comes first, and the best of the rounds counts. Every engine of vLLM is a process of its own; policies
+of the plugin share one, since they can be changed while it runs. `--together` so many engines start at the same time
+and share the GPU, and then measure one at a time, in turns: what is compared is measured side by side. vLLM without
+speculation is measured in every such group, as `off@2` in the second. vLLM's table is made of what its fixed lengths
+measured, so it comes last: the best of them for every batch.
 
-Everything measured is in `--out` after every cell, and a second run with the same file goes on where the first stopped.
+Everything measured is in `--out` after every round; a second run with the same file goes on where the first stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -23,14 +27,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 RESULT = "RESULT "
 HERE = Path(__file__).resolve().parent
+PROMPT_TOKENS = 128
 SHORT_TOKENS = 8
-TOKENS = {1: 1024, 8: 512, 64: 192, 256: 128}
+WARM_UP_TOKENS = 32
+"""enough for an engine that learns nothing"""
+TOKENS = {1: 384, 8: 256, 64: 128, 256: 96}
 """that each request generates in the long run beyond the short one, by batch"""
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -40,38 +46,36 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
+COUNTS = ("num_steps", "num_off_steps", "num_draft_tokens", "num_accepted_tokens", "num_catch_up_tokens")
 Row = dict[str, Any]
+Cells = dict[str, list[int]]
+"""batches by variant"""
 
 
-# The other side: a process that has imported vLLM, and becomes an engine as often as it is asked to
+def engine_of(variant: str) -> str:
+    return "plugin" if variant.startswith("plugin:") else variant
 
 
-def report(**event: Any) -> None:
-    print(RESULT + json.dumps(event), flush=True)
+def make_prompts(batch: int, number: int, texts: list[str], vocab_size: int) -> list[Row]:
+    """Of one round, the same for every variant."""
+    rng = random.Random(f"{batch} {number}")
+    if texts:
+        return [{"prompt": rng.choice(texts)} for _ in range(batch)]
+    most = min(vocab_size, 100_000)
+    return [{"prompt_token_ids": [rng.randrange(10, most) for _ in range(PROMPT_TOKENS)]} for _ in range(batch)]
 
 
-def host() -> None:
-    """An engine for every line of input, each in a process of its own that need not import vLLM again."""
-    import vllm
+# The other side: a process that is one engine, and measures what it is asked for
 
-    report(event="imported", version=vllm.__version__)
+
+def serve() -> None:
+    """The first line of input is the job, every other one a round; one line answers each."""
+    begin = time.perf_counter()
+    engine = Engine(json.loads(sys.stdin.readline()))
+    ready = {"init_s": time.perf_counter() - begin, "machine": engine.machine}
+    print(RESULT + json.dumps(ready), flush=True)
     for line in sys.stdin:
-        job = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                os.dup2(os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-                Engine(job).run()
-                status = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(status)
-        _, status = os.waitpid(child, 0)
-        report(event="end", status=os.waitstatus_to_exitcode(status))
+        print(RESULT + json.dumps(engine.measure(**json.loads(line))), flush=True)
 
 
 class Engine:
@@ -80,18 +84,21 @@ class Engine:
     def __init__(self, job: Row) -> None:
         self.job = job
         self.num_steps = 0
-        start = time.perf_counter()
-        if job["policies"]:
+        self.controllers: dict[str, Any] = {}
+        if job["policy"]:
             from dsde.integrations.vllm.plugin import register
 
             # The environment and not `additional_config`, which is part of the key of vLLM's compile cache.
-            os.environ["DSDE_POLICY"] = job["policies"][0]
+            os.environ["DSDE_POLICY"] = job["policy"]
             register()
+        import torch
         import vllm
 
-        self.vllm = vllm
+        self.torch, self.vllm = torch, vllm
+        self.has_gpu = torch.cuda.is_available()
+        name = torch.cuda.get_device_name() if self.has_gpu else "CPU"
+        self.machine = f"{name}, vLLM {vllm.__version__}, torch {torch.__version__}"
         self.llm = vllm.LLM(**job["options"])
-        report(event="ready", init_s=time.perf_counter() - start)
         step = self.llm.llm_engine.step
 
         def counted_step() -> Any:
@@ -100,120 +107,101 @@ class Engine:
 
         self.llm.llm_engine.step = counted_step
 
-    def run(self) -> None:
-        for variant in [f"plugin:{policy}" for policy in self.job["policies"]] or [self.job["name"]]:
-            if variant not in self.job["cells"]:
-                continue
-            if variant.startswith("plugin:"):
-                self._obey(variant.removeprefix("plugin:"))
-            for batch, tokens in self.job["cells"][variant]:
-                self._measure(variant, batch, tokens)
+    def measure(self, variant: str, batch: int, tokens: int, number: int) -> Row:
+        """Round 0 is there to warm up and, for a policy, to learn."""
+        meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}
+        before = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
+        seconds, steps = self._generate(batch, tokens + SHORT_TOKENS, number)
+        found = {f"plugin_{name}": meter[name] - before[name] for name in before}
+        if number:
+            short = self._generate(batch, SHORT_TOKENS, number)
+            seconds, steps = seconds - short[0], steps - short[1]
+        return {"tokens": tokens, "seconds": seconds, "steps": steps, **found}
 
-    def _obey(self, policy: str) -> None:
-        """From now on, with nothing learnt."""
+    def _obey(self, policy: str) -> Any:
+        """From now on, with what it has learnt when it was obeyed before; its meter."""
         from dsde.integrations.vllm import running, scheduling
         from dsde.integrations.vllm.settings import Settings
 
         os.environ["DSDE_POLICY"] = policy
         core = self.llm.llm_engine.engine_core.engine_core
-        self.controller = scheduling.steer(core.scheduler, Settings(policy=policy))
+        if policy not in self.controllers:
+            self.controllers[policy] = scheduling.steer(core.scheduler, Settings(policy=policy))
+        setattr(core.scheduler, scheduling.CONTROLLER, self.controllers[policy])
         runner = core.model_executor.driver_worker.worker.model_runner
         if hasattr(runner, running.ADAPTER):
             delattr(runner, running.ADAPTER)
-
-    def _measure(self, variant: str, batch: int, tokens: int) -> None:
-        self._generate(batch, tokens + SHORT_TOKENS, 0)
-        for number in range(1, self.job["rounds"] + 1):
-            before = self._counts()
-            long = self._generate(batch, tokens + SHORT_TOKENS, number)
-            after = self._counts()
-            short = self._generate(batch, SHORT_TOKENS, number)
-            seconds, steps = long[0] - short[0], long[1] - short[1]
-            found = {name: after[name] - before[name] for name in after}
-            report(event="round", variant=variant, batch=batch, tokens=tokens, seconds=seconds, steps=steps, **found)
+        return self.controllers[policy].meter
 
     def _generate(self, batch: int, tokens: int, number: int) -> tuple[float, int]:
-        rng = random.Random(f"{batch} {number} {tokens}")
-        texts = self.job["prompts"]
-        if texts:
-            prompts = [{"prompt": texts[rng.randrange(len(texts))]} for _ in range(batch)]
-        else:
-            most = min(self.job["vocab_size"], 100_000)
-            prompts = [{"prompt_token_ids": [rng.randrange(10, most) for _ in range(128)]} for _ in range(batch)]
+        prompts = make_prompts(batch, number, self.job["prompts"], self.job["vocab_size"])
         params = self.vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         steps, begin = self.num_steps, time.perf_counter()
         self.llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - begin, self.num_steps - steps
-
-    def _counts(self) -> dict[str, float]:
-        """What the plugin did so far."""
-        if not hasattr(self, "controller"):
-            return {}
-        names = ("num_steps", "num_off_steps", "num_draft_tokens", "num_accepted_tokens", "num_catch_up_tokens")
-        return {f"plugin_{name}": self.controller.meter[name] for name in names}
+        seconds = time.perf_counter() - begin
+        # With asynchronous scheduling one more step is under way, which must not disturb whose turn is next.
+        if self.has_gpu:
+            self.torch.cuda.synchronize()
+        return seconds, self.num_steps - steps
 
 
 # This side
 
 
-class Host:
-    def __init__(self, site: str | None, timeout: float) -> None:
-        self.timeout = timeout
-        paths = [site, str(HERE.parent / "src"), os.environ.get("PYTHONPATH")]
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self._log = tempfile.NamedTemporaryFile("r", suffix=".log", errors="replace")  # noqa: SIM115
+class Remote:
+    """A process that is one engine."""
+
+    def __init__(self, row: Row, cells: Cells, job: Row, slot: int, options: argparse.Namespace) -> None:
+        self.row, self.cells = row, cells
+        self._timeout = options.engine_timeout
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        paths = [options.vllm, str(HERE.parent / "src"), os.environ.get("PYTHONPATH")]
+        # Engines that compile at the same time must not write into one another's files.
+        caches = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / f"together-{slot}"
+        places = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_CACHE_ROOT": str(caches)}
+        environment = {**os.environ, **ENVIRONMENT, **places}
+        environment.pop("DSDE_POLICY", None)
         # -P: what lies beside this file must not hide modules of vLLM.
+        command, pipe = [sys.executable, "-P", __file__, "--engine"], subprocess.PIPE
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--host"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=open(self._log.name, "w"),  # noqa: SIM115
-            text=True,
-            start_new_session=True,
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=self._log, text=True, start_new_session=True
         )
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.send(job)
 
-    def events(self, job: Row) -> Iterator[Row]:
-        """Of one engine; the last one is `end`, with an error if there was one."""
-        assert self._process.stdin is not None
+    def _listen(self) -> None:
         assert self._process.stdout is not None
-        late = threading.Event()
+        for line in self._process.stdout:
+            if line.startswith(RESULT):
+                self._answers.put(line.removeprefix(RESULT))
+        self._answers.put(None)
 
-        def stop() -> None:
-            late.set()
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-        timer = threading.Timer(self.timeout, stop)
-        timer.start()
-        try:
-            self._process.stdin.write(json.dumps({**job, "log": self._log.name}) + "\n")
+    def send(self, request: Row) -> None:
+        assert self._process.stdin is not None
+        self._deadline = time.perf_counter() + self._timeout
+        with contextlib.suppress(BrokenPipeError):  # `receive` will say so
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            for line in self._process.stdout:
-                if not line.startswith(RESULT):
-                    continue
-                event = json.loads(line.removeprefix(RESULT))
-                if event["event"] == "end":
-                    yield {"event": "end"} if event["status"] == 0 else self._failed(f"status {event['status']}")
-                    return
-                yield event
-        except BrokenPipeError:
-            pass
-        finally:
-            timer.cancel()
-        yield self._failed(f"stopped after {self.timeout:.0f} s" if late.is_set() else "the process ended")
 
-    def _failed(self, why: str) -> Row:
-        lines = [
-            line.rstrip() for line in Path(self._log.name).read_text(errors="replace").splitlines() if line.strip()
-        ]
-        return {"event": "end", "error": f"{why}: {lines[-1] if lines else 'no message'}", "log": lines[-60:]}
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def receive(self) -> Row | None:
+        """The answer to what was sent last. None: it failed, and there will be no more."""
+        try:
+            line = self._answers.get(timeout=max(self._deadline - time.perf_counter(), 0))
+            error = "the process ended"
+        except queue.Empty:
+            line, error = None, f"no answer within {self._timeout:.0f} s"
+        if line is None:
+            self.close()
+            self._log.seek(0)
+            log = [one.rstrip() for one in self._log if one.strip()]
+            self.row |= {"error": error, "log": log[-60:]}
+            print(f"{self.row['engine']} failed: {error}", *log[-15:], sep="\n  | ", flush=True)
+            return None
+        return dict(json.loads(line))
 
     def close(self) -> None:
-        if self.is_alive:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -222,10 +210,10 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
         self.options = options
         self.begun = time.perf_counter()
-        self.report: Row = {"command": " ".join(sys.argv[1:]), "cells": [], "engines": []}
+        self.report: Row = {"command": " ".join(sys.argv[1:]), "machines": [], "cells": [], "engines": []}
         if options.out and options.out.exists():
             self.report |= json.loads(options.out.read_text())
-        self.host: Host | None = None
+        self.memory_used = gpu_memory_used()
         self._write_models(folder)
 
     def _write_models(self, folder: str) -> None:
@@ -247,66 +235,108 @@ class Bench:
         self.vocab_size = shapes[options.shapes[0]].vocab
 
     def run(self) -> None:
+        first = max((engine["group"] for engine in self.report["engines"]), default=0) + 1
+        start_s = 0.0
+        for number, names in enumerate(self._groups(), first):
+            if time.perf_counter() - self.begun + start_s > self.options.time_limit:
+                print(f"no time left for {', '.join(names)}", flush=True)
+                continue
+            start_s = self._run_group(number, names)
+            for _ in range(120):  # memory may become free a little after its processes have ended
+                if gpu_memory_used() <= self.memory_used + 1024:
+                    break
+                time.sleep(0.5)
+
+    def _left(self, variant: str) -> list[int]:
+        rows = [row for row in self.report["cells"] if len(row["rounds"]) >= self.options.rounds]
+        known = {row["batch"] for row in rows if row["variant"] == variant}
+        return [batch for batch in self.options.batches if batch not in known]
+
+    def _groups(self) -> list[list[str]]:
+        """Engines that run together: the plugin with those fixed lengths that it is to be compared with one by one."""
         variants = self.options.variants
-        plugins = [variant for variant in variants if variant.startswith("plugin:")]
-        engines = list(dict.fromkeys("plugin" if variant in plugins else variant for variant in variants))
-        for name in engines:
-            mine = plugins if name == "plugin" else [name]
-            cells = {variant: self._left(variant) for variant in mine}
-            cells = {variant: left for variant, left in cells.items() if left}
-            if not cells:
-                continue
-            if time.perf_counter() - self.begun > self.options.time_limit:
-                print(f"no time left for {name}", flush=True)
-                continue
-            self._run_engine(name, cells)
-        if self.host is not None:
-            self.host.close()
+        names = list(dict.fromkeys(engine_of(variant) for variant in variants if self._left(variant)))
+        everywhere = ["off"] if "off" in variants and self.options.together > 2 else []
+        others = [name for name in names if name not in ("table", *everywhere)]
+        others.sort(key=lambda name: 0 if name == "plugin" else 1 if f"plugin:{name}" in variants else 2)
+        room = self.options.together - len(everywhere)
+        groups = [others[first : first + room] for first in range(0, len(others), room)]
+        groups += [["table"]] if "table" in names else []
+        return [everywhere + group for group in groups or [[]] if names]
 
-    def _left(self, variant: str) -> list[tuple[int, int]]:
-        known = {
-            (row["variant"], row["batch"]) for row in self.report["cells"] if len(row["rounds"]) >= self.options.rounds
-        }
-        tokens = {batch: self.options.tokens.get(batch, 128) for batch in self.options.batches}
-        return [(batch, tokens[batch]) for batch in self.options.batches if (variant, batch) not in known]
+    def _run_group(self, number: int, names: list[str]) -> float:
+        """Seconds until all were ready."""
+        begin = time.perf_counter()
+        cells = self._cells(number, names)
+        remotes: list[Remote] = []
+        try:
+            for slot, name in enumerate(names):
+                remotes.append(self._start(name, number, slot, cells[name]))
+            for remote in remotes:
+                answer = remote.receive()
+                if answer is not None:
+                    remote.row["init_s"] = answer["init_s"]
+                    self.report["machines"] = list(dict.fromkeys([*self.report["machines"], answer["machine"]]))
+            self._save()
+            start_s = time.perf_counter() - begin
+            print(f"group {number}: {', '.join(names)}; started in {start_s:.0f} s", flush=True)
+            self._take_turns(number, remotes)
+        finally:
+            for remote in remotes:
+                remote.close()
+        print(f"  {time.perf_counter() - begin:.0f} s in all", flush=True)
+        return start_s
 
-    def _run_engine(self, name: str, cells: dict[str, list[tuple[int, int]]]) -> None:
-        length = 0 if name == "off" else self.options.max_length
-        table = None
-        if name.startswith("static:"):
-            length = int(name.removeprefix("static:"))
-        if name == "table":
-            table = self._table()
-            length = max(max(row[2] for row in table), 1)
+    def _cells(self, number: int, names: list[str]) -> dict[str, Cells]:
+        """By engine."""
+        cells: dict[str, Cells] = {name: {} for name in names}
+        for variant in self.options.variants:
+            if engine_of(variant) in cells and self._left(variant):
+                cells[engine_of(variant)][variant] = self._left(variant)
+        if "off" in cells:
+            wanted = {batch for mine in cells.values() for left in mine.values() for batch in left}
+            cells["off"][f"off@{number}"] = sorted(wanted - set(cells["off"].get("off", [])))
+        return cells
+
+    def _start(self, name: str, group: int, slot: int, cells: Cells) -> Remote:
+        kind, _, length = name.partition(":")
+        table = self._table() if kind == "table" else None
+        lengths = {"off": 0, "plugin": self.options.max_length, "static": int(length or 0)}
         job: Row = {
-            "name": name,
-            "options": self._options(length, table),
-            "policies": [variant.removeprefix("plugin:") for variant in cells] if name == "plugin" else [],
-            "cells": cells,
-            "rounds": self.options.rounds,
+            "options": self._options(max(1, *(row[2] for row in table)) if table else lengths[kind], table),
+            "policy": next(iter(cells)).removeprefix("plugin:") if name == "plugin" else None,
             "vocab_size": self.vocab_size,
             "prompts": self.options.prompts,
         }
         if name == "plugin" and self.options.no_graphs:
             job["options"]["additional_config"] = {"dsde": {"graphs": False}}
-        engine: Row = {"engine": name, "table": table}
-        self.report["engines"].append(engine)
-        begin = time.perf_counter()
-        if self.host is None or not self.host.is_alive:
-            self.host = Host(self.options.vllm, self.options.engine_timeout)
-        for event in self.host.events(job):
-            kind = event.pop("event")
-            if kind == "round":
-                self._add(event)
-            else:
-                engine.update(event)
-            self._save()
-        engine["seconds"] = time.perf_counter() - begin
-        self._save()
-        print(f"{name}: ready after {engine.get('init_s', 0):.0f} s, {engine['seconds']:.0f} s in all", flush=True)
-        if "error" in engine:
-            print(f"  failed: {engine['error']}", flush=True)
-        print("\n".join(self._lines(set(cells))), flush=True)
+        row: Row = {"engine": name, "group": group, "table": table}
+        self.report["engines"].append(row)
+        return Remote(row, cells, job, slot, self.options)
+
+    def _take_turns(self, group: int, remotes: list[Remote]) -> None:
+        """Every variant once in each round, and back in the next."""
+        round_s = 0.0
+        for batch in self.options.batches:
+            turns = [(one, variant) for one in remotes for variant, left in one.cells.items() if batch in left]
+            for number in range(self.options.rounds + 1):
+                begin = time.perf_counter()
+                if begin - self.begun + round_s > self.options.time_limit:
+                    print("  no time left for other rounds", flush=True)
+                    return
+                for remote, variant in turns[:: 1 if number % 2 else -1]:
+                    if "error" in remote.row:
+                        continue
+                    tokens = self.options.tokens.get(batch, 128)
+                    if not number and not variant.startswith("plugin:"):
+                        tokens = min(tokens, WARM_UP_TOKENS)
+                    remote.send({"variant": variant, "batch": batch, "tokens": tokens, "number": number})
+                    answer = remote.receive()
+                    if answer is not None and number:
+                        self._add({"variant": variant, "batch": batch, "group": group}, answer)
+                self._save()
+                round_s = time.perf_counter() - begin
+            self._show(batch, group)
 
     def _options(self, length: int, table: list[list[int]] | None) -> Row:
         options = self.options
@@ -317,8 +347,10 @@ class Bench:
             "max_num_seqs": most,
             "max_num_batched_tokens": 8192,
             "enable_prefix_caching": False,
-            "gpu_memory_utilization": options.memory,
+            # Where the size of the cache is given this is only what must be free at the start, whoever else is loading.
+            "gpu_memory_utilization": 0.05,
         }
+        found["kv_cache_memory_bytes"] = self._cache_bytes(length, found["max_model_len"])
         if not options.target:
             found |= {"load_format": "dummy", "skip_tokenizer_init": True}
         if options.eager:
@@ -335,31 +367,49 @@ class Bench:
             found["speculative_config"] = speculation
         return found
 
+    def _cache_bytes(self, length: int, least_tokens: int) -> int:
+        """What the largest round needs, and 15 % more."""
+        options = self.options
+        block = 128 if options.eager else 16
+        sums = [least_tokens]
+        for batch in options.batches:
+            more = options.tokens.get(batch, 128) + SHORT_TOKENS + 2 * (length + 1)
+            for number in range(options.rounds + 1):
+                prompts = make_prompts(batch, number, options.prompts, self.vocab_size)
+                # A token of English or code has more than three characters.
+                sizes = [len(one["prompt"]) // 3 if options.target else PROMPT_TOKENS for one in prompts]
+                sums.append(sum(-(-(size + more) // block) * block for size in sizes))
+        models = [self.target, self.draft] if length else [self.target]
+        token_bytes = sum(kv_values(Path(model)) for model in models) * (4 if options.eager else 2)
+        return int(1.15 * max(sums) * token_bytes)
+
     def _table(self) -> list[list[int]]:
         """The fixed length that did best at every batch measured, each up to the next."""
-        rows, first = [], 1
+        table, first = [], 1
         batches = sorted(self.options.batches)
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
-            fixed = [
-                row for row in self._rows(batch) if row["variant"] == "off" or row["variant"].startswith("static:")
-            ]
+            rows = [row for row in self.report["cells"] if row["batch"] == batch]
+            fixed = [row for row in rows if row["variant"].split(":")[0] in ("off", "static")]
             best = max(fixed, key=lambda row: float(row["tokens_per_s"]), default={"variant": "off"})["variant"]
             last = batch if following is None else (batch + following) // 2
-            rows.append([first, last, 0 if best == "off" else int(best.removeprefix("static:"))])
+            table.append([first, last, 0 if best == "off" else int(best.removeprefix("static:"))])
             first = last + 1
-        return rows
+        return table
 
-    def _add(self, event: Row) -> None:
-        cells = self.report["cells"]
-        row = next((row for row in cells if (row["variant"], row["batch"]) == (event["variant"], event["batch"])), None)
+    def _add(self, cell: Row, found: Row) -> None:
+        cells: list[Row] = self.report["cells"]
+        row = next((row for row in cells if cell.items() <= row.items()), None)
         if row is None:
-            row = {"variant": event["variant"], "batch": event["batch"], "tokens": event["tokens"], "rounds": []}
+            # What another group left unfinished begins anew: rounds of a cell belong together.
+            cells[:] = [row for row in cells if (row["variant"], row["batch"]) != (cell["variant"], cell["batch"])]
+            row = {**cell, "rounds": []}
             cells.append(row)
-        row["rounds"].append(event)
         rounds = row["rounds"]
+        rounds.append(found)
+        seconds, steps = sum(one["seconds"] for one in rounds), max(sum(one["steps"] for one in rounds), 1)
         row["tokens_per_s"] = max(row["batch"] * one["tokens"] / one["seconds"] for one in rounds)
-        row["step_ms"] = 1000 * sum(one["seconds"] for one in rounds) / max(sum(one["steps"] for one in rounds), 1)
-        row["tokens_per_step"] = sum(one["tokens"] for one in rounds) / max(sum(one["steps"] for one in rounds), 1)
+        row["step_ms"] = 1000 * seconds / steps
+        row["tokens_per_step"] = sum(one["tokens"] for one in rounds) / steps
 
     def _save(self) -> None:
         if self.options.out:
@@ -367,49 +417,63 @@ class Bench:
             draft.write_text(json.dumps(self.report, indent=1))
             draft.replace(self.options.out)
 
-    def _rows(self, batch: int) -> list[Row]:
-        return [row for row in self.report["cells"] if row["batch"] == batch]
-
-    def _lines(self, variants: set[str]) -> list[str]:
-        lines = []
-        for row in self.report["cells"]:
-            if row["variant"] in variants:
-                one = row["rounds"][-1]
-                share = ""
-                if one.get("plugin_num_steps"):
-                    off = one["plugin_num_off_steps"] / one["plugin_num_steps"]
-                    share = f", {100 * off:.0f} % of steps without drafts, {one['plugin_num_draft_tokens']:.0f} drafted"
-                lines.append(
-                    f"  {row['variant']:18} batch {row['batch']:3}: {row['tokens_per_s']:9.1f} tokens/s, "
-                    f"{row['step_ms']:.2f} ms a step, {row['tokens_per_step']:.2f} tokens a step{share}"
-                )
-        return lines
+    def _show(self, batch: int, group: int) -> None:
+        for row in (row for row in self.report["cells"] if (row["batch"], row["group"]) == (batch, group)):
+            speed, step = f"{row['tokens_per_s']:9.1f} tokens/s", f"{row['tokens_per_step']:.2f} tokens a step"
+            one = row["rounds"][-1]
+            if one.get("plugin_num_steps"):
+                step += f", {100 * one['plugin_num_off_steps'] / one['plugin_num_steps']:.0f} % of steps without drafts"
+            print(f"  {row['variant']:18} batch {batch:3}: {speed}, {row['step_ms']:.2f} ms, {step}", flush=True)
 
     def summary(self) -> list[str]:
-        """Tokens/s of all variants at all batches, then what the plugin promises."""
-        variants = list(dict.fromkeys(row["variant"] for row in self.report["cells"]))
-        batches = sorted({row["batch"] for row in self.report["cells"]})
-        speeds = {(row["variant"], row["batch"]): float(row["tokens_per_s"]) for row in self.report["cells"]}
-        lines = [f"{'tokens/s, batch':20}" + "".join(f"{batch:>12}" for batch in batches)]
+        """Tokens/s of all variants at all batches, then what the plugin promises, as a table for the documentation."""
+        cells = {(row["variant"], row["batch"]): row for row in self.report["cells"]}
+        variants = list(dict.fromkeys(variant for variant, _ in cells))
+        batches = sorted({batch for _, batch in cells})
+        lines = [*self.report["machines"], "", f"{'tokens/s, batch':20}" + "".join(f"{batch:>12}" for batch in batches)]
         for variant in variants:
-            cells = [speeds.get((variant, batch)) for batch in batches]
-            lines.append(f"{variant:20}" + "".join(f"{'-' if cell is None else f'{cell:.0f}':>12}" for cell in cells))
-        lines.append("")
+            speeds = [cells.get((variant, batch), {}).get("tokens_per_s") for batch in batches]
+            lines.append(f"{variant:20}" + "".join(f"{f'{speed:.0f}' if speed else '-':>12}" for speed in speeds))
+        lines += ["", f"| tokens/s, batch | {' | '.join(map(str, batches))} |", "| --- |" + " --- |" * len(batches)]
         fixed = [variant for variant in variants if variant.startswith("static:")]
-        for variant in variants:
-            if not variant.startswith("plugin:"):
-                continue
+        for variant in (variant for variant in variants if variant.startswith("plugin:")):
             policy = variant.removeprefix("plugin:")
             rivals = {"off": ["off"], "best static": fixed, "table": ["table"], f"stock {policy}": [policy]}
             for name, others in rivals.items():
                 ratios = []
                 for batch in batches:
-                    best = max((speeds[other, batch] for other in others if (other, batch) in speeds), default=None)
-                    mine = speeds.get((variant, batch))
-                    ratios.append("-" if best is None or mine is None else f"{mine / best:.3f}")
-                if any(ratio != "-" for ratio in ratios):
-                    lines.append(f"{variant + ' / ' + name:34}" + "".join(f"{ratio:>9}" for ratio in ratios))
+                    there = [cells[one, batch] for one in others if (one, batch) in cells]
+                    ratios.append(ratio(cells.get((variant, batch)), there))
+                if set(ratios) != {"-"}:
+                    lines.append(f"| {variant} / {name} | {' | '.join(ratios)} |")
+        if any("*" in line for line in lines):
+            lines += ["", "\\* measured in different groups, not side by side"]
         return lines
+
+
+def ratio(mine: Row | None, others: list[Row]) -> str:
+    """To the best of them, with a star if that was not measured side by side."""
+    if mine is None or not others:
+        return "-"
+    best = max(others, key=lambda row: float(row["tokens_per_s"]))
+    return f"{mine['tokens_per_s'] / best['tokens_per_s']:.3f}" + ("" if mine["group"] == best["group"] else "*")
+
+
+def gpu_memory_used() -> int:
+    """MiB, by anybody; 0 where there is no GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return sum(map(int, subprocess.check_output(command, text=True, timeout=30).split()))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
+def kv_values(model: Path) -> int:
+    """Numbers that a model keeps of each token."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return int(2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim)
 
 
 def capture_sizes(length: int, most: int) -> list[int]:
@@ -420,36 +484,35 @@ def capture_sizes(length: int, most: int) -> list[int]:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, help="JSON, rewritten after every cell; what it holds is not measured again"
-    )
+    parser.add_argument("--out", type=Path, help="JSON; a cell that it holds is not measured again")
     parser.add_argument("--vllm", metavar="SITE", help="folder to import vLLM from, where it is not installed")
     parser.add_argument("--shapes", default="8b,1b", help="target and draft of made-up weights, as in gpu.py")
     parser.add_argument("--acceptance", type=float, default=0.8, help="of a drafted token, if those before it stood")
     parser.add_argument("--target", help="folder of a real target; then acceptance is real, too")
     parser.add_argument("--draft", help="folder of its draft")
     parser.add_argument("--batches", default="1,8,64,256")
-    parser.add_argument("--tokens", default="", help=f"by batch, as in 1=1024;256=128; default: {TOKENS}")
+    parser.add_argument("--tokens", default="", help=f"by batch, as in 1=384;256=96; default: {TOKENS}")
     parser.add_argument(
         "--variants",
-        default="off;plugin:goodput;plugin:auto;plugin:static:1;plugin:static:2;plugin:static:3;plugin:static:4;"
-        "static:1;static:2;static:3;static:4;table",
-        help="between semicolons, in the order in which they are measured",
+        default="off;plugin:goodput;plugin:auto;plugin:static:2;plugin:static:3;static:2;static:3;static:1;static:4;table",
+        help="between semicolons; fixed lengths that the plugin has, too, are measured beside it if there is room",
     )
     parser.add_argument("--max-length", type=int, default=4, help="num_speculative_tokens of the plugin's engine")
     parser.add_argument("--rounds", type=int, default=2, help="the best counts")
-    parser.add_argument("--memory", type=float, default=0.6, help="gpu_memory_utilization")
+    parser.add_argument("--together", type=int, default=4, help="engines that share the GPU, and are measured in turns")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, float32: for a CPU")
     parser.add_argument("--no-graphs", action="store_true", help="without the plugin's own CUDA graphs")
-    parser.add_argument("--time-limit", type=float, default=420.0, help="seconds after which no engine is started")
-    parser.add_argument("--engine-timeout", type=float, default=300.0, help="seconds for one engine")
-    parser.add_argument("--host", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no round is started")
+    parser.add_argument("--engine-timeout", type=float, default=300.0, help="seconds for a start, and for an answer")
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.batches = [int(batch) for batch in options.batches.split(",")]
     options.shapes = options.shapes.split(",") if "," in options.shapes else [options.shapes] * 2
     options.variants = [variant.strip() for variant in options.variants.split(";") if variant.strip()]
     given = dict(pair.split("=") for pair in options.tokens.split(";") if pair)
     options.tokens = TOKENS | {int(batch): int(tokens) for batch, tokens in given.items()}
+    if options.together < 1:
+        parser.error("--together must be at least 1")
     if bool(options.target) != bool(options.draft):
         parser.error("--target and --draft belong together")
     options.prompts = read_prompts() if options.target else []
@@ -465,8 +528,8 @@ def read_prompts() -> list[str]:
 
 
 def main() -> None:
-    if "--host" in sys.argv[1:]:
-        host()
+    if "--engine" in sys.argv[1:]:
+        serve()
         return
     options = parse_options()
     with tempfile.TemporaryDirectory() as folder:

@@ -136,6 +136,9 @@ class Known(CostModel):
     def draft_s(self, batch_sizes: object) -> np.ndarray:
         return self.costs.draft.seconds_of(np.asarray(batch_sizes, np.float64))  # type: ignore[arg-type]
 
+    def is_below(self, tokens: float) -> bool:
+        return False
+
 
 def rate_of(lengths: np.ndarray, outlooks: np.ndarray, costs: Costs) -> float:
     """Tokens per second, written out."""
@@ -165,6 +168,31 @@ def test_a_bend_behind_the_tokens_chosen_is_not_their_price() -> None:
     assert plan.predicted[0] == 4
     assert plan.stop is not None
     assert plan.stop.keep_above < 0.1
+
+
+def test_steps_without_drafts_are_measured_before_anything_is_compared_with_them() -> None:
+    """Of a pass over 7 tokens nobody can tell what one takes, and off would look seven times as fast."""
+    policy = Auto()
+    lengths = []
+    for _ in range(6):
+        plan = policy.plan(batch(1))
+        lengths.append(int(plan.lengths[0]))
+        is_cold = len(lengths) <= 2  # the engine captured graphs, and says nothing of what that took
+        seconds = {} if is_cold else {"draft_s": 0.5e-3 * lengths[-1], "verify_s": 1.1e-3 + 0.03e-3 * lengths[-1]}
+        policy.observe(outcome(lengths[-1:], lengths[-1:], **seconds))
+    assert lengths[:4] == [0, 0, 0, 0]
+    assert lengths[5] > 0
+    assert policy.plan(batch(1)).signals["rate_off"][0] == pytest.approx(1 / 1.1e-3, rel=0.01)
+
+
+def test_an_engine_that_measures_nothing_is_not_waited_for() -> None:
+    policy = Auto()
+    lengths = []
+    for _ in range(12):
+        lengths.append(int(policy.plan(batch(1)).lengths[0]))
+        policy.observe(outcome(lengths[-1:], lengths[-1:]))
+    assert lengths[0] == 0
+    assert lengths[-1] > 0
 
 
 def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None:

@@ -122,6 +122,28 @@ def test_the_prior_is_flat_then_linear_and_drafting_is_cheap() -> None:
     assert cost.verify_s(1 << 20) == pytest.approx(0.01 * (1 << 20) / 256)
 
 
+def test_what_a_draft_costs_once_is_told_from_its_passes() -> None:
+    cost, rng = CostModel(), np.random.default_rng(0)
+    for number in range(96):
+        length = int(rng.integers(1, 8))
+        held_up = 20.0 if number % 16 == 7 else 1.0
+        draft_s = (3e-3 + 5e-3 * length) * float(rng.lognormal(0, 0.03)) * held_up
+        cost.observe(outcome_of([0], [length], [0], draft_s, 0.01))
+    assert cost.start_s == pytest.approx(3e-3, rel=0.3)
+    assert cost.draft_s(1) == pytest.approx(5e-3, rel=0.1)
+    assert cost.drafting_s(4, 4) == pytest.approx(23e-3, rel=0.05)
+    assert cost.drafting_s(0, 0) == 0
+
+
+def test_drafts_of_one_length_cost_what_they_do() -> None:
+    """Nothing tells their start from their passes, and nothing need."""
+    cost = CostModel()
+    for _ in range(64):
+        cost.observe(outcome_of([0, 1], [3, 3], [0, 0], 18e-3, 0.01))
+    assert cost.start_s == 0
+    assert cost.drafting_s(6, 3) == pytest.approx(18e-3)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 10), st.integers(0, 8)), max_size=60),
@@ -313,7 +335,8 @@ def goodput_of(cost: CostModel, alphas: list[float], lengths: list[int], num_pro
     tokens = sum(expected_tokens(alpha, length) for alpha, length in zip(alphas, lengths, strict=True))
     passes = max(lengths)
     packed = len(lengths) + sum(lengths) + num_prompt_tokens
-    return tokens / (passes * float(cost.draft_s(len(lengths))) + float(cost.verify_s(packed)))
+    draft_s = passes * float(cost.draft_s(len(lengths))) + (cost.start_s if passes else 0.0)
+    return tokens / (draft_s + float(cost.verify_s(packed)))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -126,7 +126,8 @@ class Planner:
             temperatures=plan.batch.temperatures,
             token_probs=probs,
             draft_signals=signals,
-            draft_s=seconds.draft,
+            # Steps without drafts are queued ahead, and the device does not wait for them.
+            draft_s=seconds.draft + (seconds.idle if landing.num_draft_passes else 0.0),
             verify_s=seconds.verify,
             num_decoding=plan.batch.num_decoding,
             num_prompt_tokens=plan.batch.num_prompt_tokens,

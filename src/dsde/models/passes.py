@@ -59,6 +59,7 @@ def _buckets() -> list[int]:
 
 
 _BUCKETS = _buckets()
+_MOST_COARSE = 64
 
 
 def bucket(count: int) -> int:
@@ -66,10 +67,16 @@ def bucket(count: int) -> int:
     return _BUCKETS[bisect_left(_BUCKETS, count)]
 
 
+def ragged_bucket(count: int) -> int:
+    """The same for rows of sequences of different lengths, whose number changes with every step: fewer sizes, as fine as
+    the tiles of products with few rows are."""
+    return bucket(count) if count > _MOST_COARSE else max(power_of_2(count), 4)
+
+
 def context_bucket(num_tokens: int) -> int:
     """Tokens that a pass has room for in every sequence's block table. A context that outgrows it meets nothing but new
     shapes, so there are few; but long tables take time to copy."""
-    room = 8 * BLOCK_SIZE
+    room = 32 * BLOCK_SIZE
     while room < num_tokens:
         room *= 4 if room < 512 * BLOCK_SIZE else 2
     return room
@@ -197,7 +204,7 @@ class PassRunner:
             num_tokens = num_items = num_seqs = bucket(num_seqs)
         elif is_graph:
             # Sequences cost next to nothing here, tokens do: fewer graphs, hardly more padding.
-            num_tokens = bucket(num_tokens)
+            num_tokens = ragged_bucket(num_tokens)
             num_seqs = min(power_of_2(num_seqs), num_tokens)
             num_items = num_seqs if longest <= per_item else attention.num_items_bound(num_tokens, num_seqs, per_item)
         else:

@@ -17,14 +17,16 @@ from dsde.policies.base import BatchView, FloatArray, IntArray, Need, Outcome, P
 from dsde.policies.cost import CostModel, count_tokens
 from dsde.policies.limits import LONGEST, check_whole
 from dsde.policies.menu import Menu
-from dsde.policies.probe import Probe
+from dsde.policies.probe import Probe, num_plain
 
 NUM_TRIED = 2
 """measurements of a size before it is believed"""
 FIRST_REACH = 2
 """tokens that the first drafts may have; twice as many after every step that drafted"""
-LONGEST_REST = 16
+LONGEST_REST = 64
 """steps without drafts, known to be such beforehand"""
+MOST_BLIND = 8
+"""steps without drafts that are made only to have them measured, one after the other; some engines measure nothing"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -54,6 +56,8 @@ class _Draft:
     planned_rate: float
     """tokens per second while drafting; 0: nobody drafts, or only to look"""
     is_probing: bool
+    is_blind: bool
+    """made without drafts because nobody knows what that costs"""
 
     def fits(self, batch: BatchView) -> bool:
         mine = self.batch
@@ -83,7 +87,7 @@ class Auto(Policy):
         check_whole("max", max, 1, LONGEST)
         self.max = max
         # One measurement may be an accident, and whoever it puts off would never make another.
-        self.cost = cost or CostModel(num_tried=NUM_TRIED, flat_drafts=True)
+        self.cost = cost or CostModel(num_tried=NUM_TRIED, is_flat_below=True)
         self.acceptance = AcceptanceModel()
         self._gain = 1.0
         """realised over planned rate while drafting, lately"""
@@ -94,6 +98,8 @@ class Auto(Policy):
         self._next: _Draft | None = None
         self._num_observed = 0
         """outcomes of the current plan"""
+        self._num_blind = 0
+        """plans made blindly since anything was measured"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
 
     @property
@@ -108,6 +114,7 @@ class Auto(Policy):
         draft = self._next or self._draft(batch)
         draft.batch = batch
         self._current, self._next, self._num_observed = draft, None, 0
+        self._num_blind += draft.is_blind
         draft.plan.lengths = np.minimum(draft.plan.lengths, batch.rooms)
         return draft.plan
 
@@ -143,6 +150,8 @@ class Auto(Policy):
 
     def _learn_from(self, outcome: Outcome, draft: _Draft) -> None:
         step = self.cost.observe(outcome)
+        if outcome.verify_s > 0:
+            self._num_blind = 0
         plain_s = float(self.cost.verify_s(max(count_tokens(outcome), 1)))
         self.acceptance.observe(outcome)
         if draft.is_probing:
@@ -166,7 +175,9 @@ class Auto(Policy):
         # the same way.
         doubts /= np.sqrt(max(batch.slots.size, 1))
         choice = self._choose(batch, np.minimum(outlooks + doubts, HIGHEST))
-        pays = choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
+        # Whoever begins with drafts compares them with a step that was never made, and a wrong guess of that lasts.
+        is_blind = self._num_blind < MOST_BLIND and self.cost.is_below(num_plain(batch))
+        pays = not is_blind and choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
         num_emitted = max(batch.num_decoding, batch.slots.size) + _num_accepted(outlooks, choice.lengths)
         planned_rate = num_emitted / choice.seconds if pays else 0.0
         rate = max(planned_rate * self._gain, choice.rate_off)
@@ -176,7 +187,9 @@ class Auto(Policy):
             lengths = np.where(choice.lengths > 0, np.minimum(2 * choice.lengths + 2, self._reach), 0)
         else:
             lengths = choice.lengths * 0
-        is_probing = not pays and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
+        is_probing = (
+            not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
+        )
         if is_probing:
             lengths = lengths + self._probe.length(batch)
         verify_s, each_s, pass_s = self._prices(choice, rate)
@@ -195,7 +208,7 @@ class Auto(Policy):
                 "rate_off": choice.rate_off * ones,
             },
         )
-        if not pays and not is_probing:
+        if not pays and not is_probing and not is_blind:
             plan.num_resting = min(self._probe.num_steps_left(choice.seconds), LONGEST_REST)
         if pays:
             plan.stop = StopByWorth(
@@ -206,22 +219,21 @@ class Auto(Policy):
                 go_on_above=rate * (verify_s + each_s),
                 pass_above=rate * pass_s,
             )
-        return _Draft(batch, plan, planned_rate, is_probing)
+        return _Draft(batch, plan, planned_rate, is_probing, is_blind)
 
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
-        num_base = max(batch.num_decoding, batch.slots.size)
-        num_plain = max(num_base + batch.num_prompt_tokens, 1)
+        num_base, num_least = max(batch.num_decoding, batch.slots.size), num_plain(batch)
         kinds = self._menu.kinds(outlooks)
         counts, drafted, gains = self._menu.totals(kinds)
-        packed = num_plain + drafted
+        packed = num_least + drafted
         draft_s = np.where(counts > 0, self.cost.draft_s(np.maximum(counts, 1)), 0.0)
-        seconds = np.add.accumulate(draft_s, axis=1) + self.cost.verify_s(packed)
+        seconds = self.cost.start_s + np.add.accumulate(draft_s, axis=1) + self.cost.verify_s(packed)
         rates = (num_base + gains) / seconds
         level, last = divmod(int(rates.argmax()), self.max)
-        plain_s = float(self.cost.verify_s(num_plain))
+        plain_s = float(self.cost.verify_s(num_least))
         rate, rate_off = float(rates[level, last]), num_base / plain_s
         if rate <= rate_off:
-            return _Choice(batch.rooms * 0, rate_off, plain_s, rate_off, num_plain, 0)
+            return _Choice(batch.rooms * 0, rate_off, plain_s, rate_off, num_least, 0)
         lengths = np.minimum(self._menu.lengths(kinds, level, last + 1), batch.rooms)
         best_s, num_tokens = float(seconds[level, last]), int(packed[level, last])
         return _Choice(lengths, rate, best_s, rate_off, num_tokens, int(counts[level, 0]))

@@ -38,6 +38,10 @@ LARGEST_EXCESS = 10.0
 """a part of a step that took longer than this many times the model's estimate is counted as that many"""
 MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
+NUM_STARTS = 32
+"""newest drafts, by which what a draft costs beside its passes is told from what the passes cost"""
+LEAST_APART = 0.25
+"""of the longest of these drafts, by which two of them must differ to tell anything"""
 
 _CENTERS: FloatArray = 2.0 ** (np.arange(NUM_BUCKETS) / BUCKETS_PER_OCTAVE)
 _FLAT_THEN_LINEAR: FloatArray = np.maximum(_CENTERS, KNEE) / KNEE
@@ -97,6 +101,10 @@ class Curve:
     def num_near(self, size: float) -> int:
         """Measurements made at about this size."""
         return int(self._num_seen[_bucket(size)])
+
+    def num_at_most(self, size: float) -> int:
+        """Measurements made at about this size, or below it."""
+        return int(self._num_seen[: _bucket(size) + 1].sum())
 
     def age(self, size: float) -> int:
         """Measurements made since the last one at about this size."""
@@ -164,12 +172,45 @@ class Curve:
         self._is_stale = bool(held)
 
 
+class Start:
+    """Seconds that a draft takes once, whatever its length: the host decides, and the device waits.
+
+    Told from its passes as soon as drafts differ in length: a straight line through the newest of them, by the medians
+    of its slopes and heights, which a few steps that were held up do not move.
+    """
+
+    def __init__(self, passes: Curve) -> None:
+        self.passes = passes
+        """what one takes, which is learnt from the same drafts: of its height nothing is believed here"""
+        self.seconds = 0.0
+        self._held = np.zeros((NUM_STARTS, 3))
+        self._num_seen = 0
+
+    def observe(self, num_passes: int, size: float, seconds: float) -> None:
+        """A draft took this, with passes of so many sequences."""
+        self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
+        self._num_seen += 1
+        if self._num_seen % 4 == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        num_passes, sizes, seconds = self._held[: min(self._num_seen, NUM_STARTS)].T
+        passes_s = num_passes * self.passes.seconds(sizes)
+        ones, others = np.triu_indices(passes_s.size, 1)
+        apart = passes_s[others] - passes_s[ones]
+        tells = np.abs(apart) > LEAST_APART * passes_s.max()
+        if np.count_nonzero(tells) < passes_s.size:
+            return
+        slope = max(float(np.median((seconds[others] - seconds[ones])[tells] / apart[tells])), 0.0)
+        self.seconds = max(float(np.median(seconds - slope * passes_s)), 0.0)
+
+
 @dataclass(slots=True)
 class StepCost:
     """The seconds of one step, by what they were for. Those of a step that compiled or was held up are limited."""
 
     draft_s: float
-    """the draft's passes, catching up left out"""
+    """catching up left out"""
     catch_up_s: float
     """reading what the sequences gained while they did not draft; a new sequence's prompt, too"""
     verify_s: float
@@ -184,12 +225,13 @@ class _Sequences(SlotTable):
 class CostModel:
     """Seconds of a draft pass against the sequences in it, and of a verification against its packed tokens.
 
-    Assumptions. A step takes `passes * draft_s(sequences) + verify_s(tokens)`, tokens being one for every decoding
-    sequence, all drafted ones and those of prompts read in the same pass. A pass in which fewer sequences still draft
-    is taken at the mean number of them. What drafting costs once a step, not once a pass, is spread over the passes.
-    The length of the context is not looked at: it changes slowly, and the measurements follow. Before the first
-    measurement a verification takes 10 ms up to 256 tokens and grows in proportion above, and a draft pass takes a
-    tenth of a verification of as many tokens: only the ratio matters, and only until there is evidence.
+    Assumptions. A step takes `start_s + passes * draft_s(sequences) + verify_s(tokens)`, tokens being one for every
+    decoding sequence, all drafted ones and those of prompts read in the same pass. A pass in which fewer sequences
+    still draft is taken at the mean number of them. What drafting costs once a step is spread over the passes until
+    drafts of different lengths were seen. The length of the context is not looked at: it changes slowly, and the
+    measurements follow. Before the first measurement a verification takes 10 ms up to 256 tokens and grows in
+    proportion above, and a draft pass takes a tenth of a verification of as many tokens: only the ratio matters, and
+    only until there is evidence.
 
     Identifiable from one batch size alone are the level of the draft and, as soon as lengths vary, the verification
     at as many sizes as there were lengths. What was never measured is taken to cost as little as is plausible (see
@@ -202,15 +244,17 @@ class CostModel:
     One model belongs to one policy or stage, which hands every outcome to `observe`.
     """
 
-    def __init__(self, num_tried: int = 1, flat_drafts: bool = False) -> None:
+    def __init__(self, num_tried: int = 1, is_flat_below: bool = False) -> None:
         """A draft pass is believed to cost what it does once `num_tried` steps have drafted, and not before.
 
-        With `flat_drafts` one of fewer sequences than ever measured costs no less, for who would make many of these.
+        With `is_flat_below` sizes below all that were measured cost no less, for who would make many small passes, or
+        tries a step without drafts before anything is compared with it.
         """
         self._num_tried = num_tried
-        self._verify = Curve(VERIFY_S)
-        self._draft = Curve(VERIFY_S * DRAFT_SHARE, flat_drafts)
+        self._verify = Curve(VERIFY_S, is_flat_below)
+        self._draft = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
+        self._start = Start(self._draft)
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
         self._num_unclean = 0
 
@@ -225,9 +269,16 @@ class CostModel:
             return self._draft.seconds(batch_sizes)
         return DRAFT_SHARE * self._verify.seconds(batch_sizes)
 
+    @property
+    def start_s(self) -> float:
+        """Of a draft, beside its passes."""
+        return self._start.seconds
+
     def drafting_s(self, num_tokens: int, num_passes: int) -> float:
         """Of drafting so many tokens in so many passes, nobody having to catch up."""
-        return num_passes * float(self.draft_s(max(num_tokens / num_passes, 1.0))) if num_passes else 0.0
+        if not num_passes:
+            return 0.0
+        return self.start_s + num_passes * float(self.draft_s(max(num_tokens / num_passes, 1.0)))
 
     def verify_s(self, tokens: ArrayLike) -> FloatArray:
         """Of one verification of so many packed tokens."""
@@ -251,6 +302,10 @@ class CostModel:
     def is_measured(self, tokens: float) -> bool:
         """Whether verifications of so many tokens, or more, have been."""
         return self._verify.largest >= tokens
+
+    def is_below(self, tokens: float) -> bool:
+        """Whether all verifications measured, if any, were of more tokens."""
+        return self._verify.num_at_most(tokens) < self._num_tried
 
     def age(self, tokens: float) -> int:
         """Verifications since the last one of about so many tokens."""
@@ -283,9 +338,10 @@ class CostModel:
         is_clean = outcome.num_catch_up_tokens <= max(outcome.num_decoding, outcome.slots.size)
         self._num_unclean = 0 if is_clean else self._num_unclean + 1
         if is_clean or self._num_unclean > MOST_UNCLEAN:
-            self._draft.observe(batch_size, outcome.draft_s / passes)
-            return limit(outcome.draft_s, passes * float(self.draft_s(batch_size))), 0.0
-        draft_s = min(outcome.draft_s, passes * float(self.draft_s(batch_size)))
+            self._draft.observe(batch_size, max(outcome.draft_s - self.start_s, 0.0) / passes)
+            self._start.observe(passes, batch_size, outcome.draft_s)
+            return limit(outcome.draft_s, self.drafting_s(num_drafted, passes)), 0.0
+        draft_s = min(outcome.draft_s, self.drafting_s(num_drafted, passes))
         if self._draft.num_measured:
             self._catch_up.observe(outcome.num_catch_up_tokens, outcome.draft_s - draft_s)
         return draft_s, self._limited_catch_up_s(outcome.draft_s - draft_s, outcome)

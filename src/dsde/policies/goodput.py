@@ -129,7 +129,8 @@ class Goodput(Policy):
         num_drafted = np.concatenate([[0], np.add.accumulate(num_with_room)])
         num_passes = np.minimum(lengths, batch.rooms.max(initial=0))
         tokens = np.maximum(num_base + batch.num_prompt_tokens + num_drafted, 1)
-        goodputs = expected / (num_passes * self.cost.draft_s(max(batch.slots.size, 1)) + self.cost.verify_s(tokens))
+        draft_s = num_passes * self.cost.draft_s(max(batch.slots.size, 1)) + self.cost.start_s * (num_passes > 0)
+        goodputs = expected / (draft_s + self.cost.verify_s(tokens))
         best = int(goodputs.argmax())
         return _Choice(np.full(batch.slots.size, best), float(goodputs[best]), float(goodputs[0]))
 
@@ -153,7 +154,7 @@ class Goodput(Policy):
             expected = num_base + np.add.accumulate(sorted_chances[within])
             if expected.size == 0:
                 break
-            goodputs = expected / (num_passes * draft_s + verify_s[1 : expected.size + 1])
+            goodputs = expected / (self.cost.start_s + num_passes * draft_s + verify_s[1 : expected.size + 1])
             place = int(goodputs.argmax())
             if goodputs[place] > best:
                 best, best_chosen = float(goodputs[place]), order[within][: place + 1]

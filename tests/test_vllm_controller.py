@@ -272,3 +272,20 @@ def test_a_name_that_is_used_again_is_another_request() -> None:
     assert policy.forgotten == [0]
     assert "r0" in scheduler.controller.slots
     assert len(policy.outcomes) >= num_before + 3
+
+
+@pytest.mark.parametrize("waiting_s", [0.001, 5.0])
+def test_what_the_device_does_not_do_is_a_cost_of_the_draft_if_there_is_one(waiting_s: float) -> None:
+    """vLLM's own work between steps; but not the time in which nobody asked for anything."""
+    times = iter([0.0, 0.015, 0.016, 0.046, 0.046 + waiting_s, 0.061 + waiting_s])
+    policy = Recorded([3, 0, 0])
+    controller = make(policy)
+    controller._clock = lambda: next(times)
+    scheduler = Scheduler(controller, 1)
+    for _ in range(3):  # 10 ms of every step is verification, and 6 ms of the first one is drafting
+        scheduler.step(3)
+    drafting, plain = policy.outcomes
+    assert drafting.draft_s == pytest.approx(0.006)
+    assert drafting.verify_s == pytest.approx(0.031)
+    assert plain.draft_s == 0
+    assert plain.verify_s == pytest.approx(0.015 + (waiting_s if waiting_s < 1 else 0))

@@ -54,7 +54,6 @@ def test_wrong_settings(given: Any, words: str) -> None:
     [
         ("dsde", "medusa", "not with speculative method 'medusa'"),
         ("dsde", "ngram", "looks at the draft's distribution, and ngram has none"),
-        ("auto", "ngram", "looks at the draft's distribution"),
         ("svip", "draft_model", "ends drafts while they are made"),
         ("gammatune\\+", "draft_model", "ends drafts while they are made"),
         ("tapout", "draft_model", "ends drafts while they are made"),

@@ -18,6 +18,6 @@ def test_same_output(make_engine: MakeEngine, pair: tuple[str, str]) -> None:
     engine = make_engine(model=pair[0], speculative_config=lookup, additional_config=asking("gammatune:3"))
     assert engine.generate(prompts, params) == plain
     assert engine.controller.meter["num_draft_tokens"] > 10
-    for policy in ("goodput", "static:2|gate"):
+    for policy in ("goodput", "static:2|gate", "auto"):
         engine.obey(policy)
         assert engine.generate(prompts, params) == plain

@@ -59,7 +59,7 @@ def _buckets() -> list[int]:
 
 
 _BUCKETS = _buckets()
-_MOST_COARSE = 64
+_LEAST_COARSE, _MOST_COARSE = 8, 64
 
 
 def bucket(count: int) -> int:
@@ -68,9 +68,9 @@ def bucket(count: int) -> int:
 
 
 def ragged_bucket(count: int) -> int:
-    """The same for rows of sequences of different lengths, whose number changes with every step: fewer sizes, as fine as
-    the tiles of products with few rows are."""
-    return bucket(count) if count > _MOST_COARSE else max(power_of_2(count), 4)
+    """The same for sequences of different lengths, whose sum changes with every step: fewer sizes between those where
+    every row counts and those where padding would."""
+    return power_of_2(count) if _LEAST_COARSE < count <= _MOST_COARSE else bucket(count)
 
 
 def context_bucket(num_tokens: int) -> int:

@@ -187,9 +187,7 @@ class Auto(Policy):
             lengths = np.where(choice.lengths > 0, np.minimum(2 * choice.lengths + 2, self._reach), 0)
         else:
             lengths = choice.lengths * 0
-        is_probing = (
-            not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
-        )
+        is_probing = not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = lengths + self._probe.length(batch)
         verify_s, each_s, pass_s = self._prices(choice, rate)

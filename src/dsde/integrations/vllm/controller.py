@@ -9,7 +9,8 @@ vLLM's scheduler keeps them; knows nothing of tokens, models or devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ class Decision:
 class Step:
     """One step of vLLM between its scheduling and its report."""
 
+    scheduled_at: float
     decision: Decision
     """for the next one"""
     verified: Decision | None
@@ -98,13 +100,22 @@ class _Settled:
 
 
 class Controller:
-    def __init__(self, policy: Policy, limits: Limits, meter: Meter | None = None, trace: TraceWriter | None = None):
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits,
+        meter: Meter | None = None,
+        trace: TraceWriter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.policy = policy
         self.limits = limits
         self.slots = Slots()
         self.backlog = Backlog(limits.catch_up_budget)
         self.meter = meter or Meter()
         self._trace = trace
+        self._clock = clock
+        self._reported_at: float | None = None
         self._takes_turns = takes_turns(policy)
         self._pairs = pairs(policy)
         self._obeys_prediction = looks_ahead(policy)
@@ -159,7 +170,7 @@ class Controller:
         num_tokens = int(scheduler_output.total_num_scheduled_tokens)
         num_prompt_tokens = num_tokens - len(drafted) - sum(drafted.values())
         nothing = Decision(self._number, [], _nobody(), np.empty(0, np.int64), None)
-        return Step(nothing, verified, drafted, num_prompt_tokens, num_tokens)
+        return Step(self._clock(), nothing, verified, drafted, num_prompt_tokens, num_tokens)
 
     def _view(
         self, request_ids: list[str], requests: Mapping[str, Any], num_waiting: int, num_prompt_tokens: int
@@ -241,7 +252,7 @@ class Controller:
         if step is None:
             return
         feedback = feedback or Feedback()
-        step.decision.draft_s = feedback.draft_s
+        verify_s = self._share_time(step, feedback)
         verified = step.verified
         if verified is None:
             return
@@ -251,7 +262,7 @@ class Controller:
         rows = [row for row, name in enumerate(verified.request_ids) if name in step.drafted and name in self.slots]
         if not rows:
             return
-        outcome = self._outcome(step, verified, rows, sampled, feedback)
+        outcome = self._outcome(step, verified, rows, sampled, feedback, verify_s)
         self.meter.count_outcome(outcome)
         if self._trace is not None:
             self._trace.write(number, step.num_tokens, verified, rows, outcome)
@@ -259,8 +270,33 @@ class Controller:
             self.policy.observe(outcome)
             self.policy.settle()
 
+    def _share_time(self, step: Step, feedback: Feedback) -> float:
+        """Note what the drafting at the end of a step took; what the rest of it did.
+
+        Whatever the device does not do, vLLM's own work between two steps among it, is the draft's where there is one:
+        it is far more with than without.
+        """
+        now = self._clock()
+        since, reported_at = step.scheduled_at, self._reported_at
+        # Unless nobody had anything to do in between, a step takes as long as no other one is over.
+        if reported_at is not None and since - reported_at < now - since:
+            since = reported_at
+        self._reported_at = now
+        if not feedback.verify_s > 0:
+            return 0.0
+        if not step.decision.lengths.any():
+            return max(feedback.verify_s, now - since)
+        step.decision.draft_s = max(feedback.draft_s, now - since - feedback.verify_s)
+        return feedback.verify_s
+
     def _outcome(
-        self, step: Step, verified: Decision, rows: list[int], sampled: Mapping[str, int], feedback: Feedback
+        self,
+        step: Step,
+        verified: Decision,
+        rows: list[int],
+        sampled: Mapping[str, int],
+        feedback: Feedback,
+        verify_s: float,
     ) -> Outcome:
         names = [verified.request_ids[row] for row in rows]
         drafted = np.array([step.drafted[name] for name in names], np.int64)
@@ -272,7 +308,7 @@ class Controller:
             klds=np.empty(0),
             temperatures=verified.batch.temperatures[rows],
             draft_s=verified.draft_s,
-            verify_s=feedback.verify_s,
+            verify_s=verify_s,
             num_decoding=len(step.drafted),
             num_prompt_tokens=step.num_prompt_tokens,
             num_drafted=sum(step.drafted.values()),

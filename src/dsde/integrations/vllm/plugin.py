@@ -50,6 +50,11 @@ def make_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
     controller = scheduling.steer(scheduler, settings)
     scheduling.install()
     logger.info("dsde: policy %s chooses up to %d tokens", settings.policy, controller.limits.max_length)
+    if controller.limits.num_in_flight == 1 and scheduling.could_be_async(scheduler.vllm_config):
+        logger.warning(
+            "dsde: asynchronous scheduling is off, as is this vLLM's default with a draft model, and steps without "
+            "drafts take longer than without speculation; turn it on with --async-scheduling"
+        )
 
 
 def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from dsde.integrations.vllm.clock import Clocks, StepClock
 from dsde.integrations.vllm.messages import Directive, Feedback, attach, attached
 from dsde.integrations.vllm.settings import Settings, read_settings
 from dsde.integrations.vllm.signals import divergences, looks
-from dsde.integrations.vllm.support import make_supported
+from dsde.integrations.vllm.support import make_supported, needs_of
 from dsde.policies import Need
 
 ADAPTER = "dsde_adapter"
@@ -63,7 +63,7 @@ class RunnerAdapter:
     def __init__(self, runner: Any, settings: Settings) -> None:
         self.runner = runner
         self.method: str = runner.speculative_config.method
-        needs = make_supported(settings.policy, self.method).needs
+        needs = needs_of(make_supported(settings.policy, self.method))
         self.wants_klds = bool(needs & Need.KLD)
         self.wants_looks = bool(needs & (Need.DRAFT_SIGNALS | Need.TOKEN_PROB))
         self.can_skip = self.method == "draft_model"

@@ -49,6 +49,11 @@ def steer(scheduler: Any, settings: Settings) -> Controller:
     return controller
 
 
+def could_be_async(config: Any) -> bool:
+    """Whether vLLM would allow it, though nobody asked for it."""
+    return bool(config.speculative_config.method == "draft_model" and config.device_config.device_type == "cuda")
+
+
 def count_changes(num: int) -> None:
     """vLLM is not as expected, and goes on without the plugin: say so where metrics are read."""
     _make_meter("none")["num_changed_hooks"] = num

@@ -55,12 +55,17 @@ def make_supported(spec: str, method: str) -> Policy:
                 "try auto, dsde or goodput"
             )
     signals = Need.KLD | Need.TOKEN_PROB | Need.DRAFT_SIGNALS
-    if policy.needs & signals and method not in WITH_MODEL:
+    if needs_of(policy) & signals and method not in WITH_MODEL:
         raise InvalidInput(
             f"policy {spec!r} looks at the draft's distribution, and {method} has none; "
             "try goodput, static:4, gammatune or static:4|gate"
         )
     return policy
+
+
+def needs_of(policy: Policy) -> Need:
+    """What it wants to know of drafts, but for what is only good for ending them while they are made."""
+    return policy.needs & ~Need.DRAFT_SIGNALS if looks_ahead(policy) else policy.needs
 
 
 def takes_turns(policy: Policy) -> bool:

@@ -111,6 +111,24 @@ def test_a_request_that_turns_is_another_one_within_a_few_steps() -> None:
     assert model.outlooks(np.arange(8))[0].mean() > 0.65
 
 
+def test_after_a_long_pause_a_few_tokens_count_more_than_before_it() -> None:
+    """Those who looked at dull requests all day must see at once that the next ones are not."""
+    rng, weights = np.random.default_rng(3), np.array([-0.5, 0.0, 0.0, 0.0])
+    outlooks = []
+    for num_idle in (0, 1000):
+        model = AcceptanceModel()
+        for _ in range(40):
+            draft_and_test(model, rng, weights, np.zeros(4), 4)
+            model.forget(np.arange(4))
+        for _ in range(num_idle):
+            model.observe(outcome([0], [0]))
+        model.forget(np.arange(4))
+        model.observe(outcome([4], [4]))
+        outlooks.append(float(model.outlooks(np.array([0]))[0][0]))
+    assert outlooks[0] < 0.55
+    assert outlooks[1] > outlooks[0] + 0.1
+
+
 def test_what_was_behind_a_rejection_teaches_nothing() -> None:
     one, other = AcceptanceModel(), AcceptanceModel()
     rng = np.random.default_rng(3)

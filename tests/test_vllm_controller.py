@@ -80,7 +80,7 @@ class Scheduler:
             sampled[name] = stood + 1
             request.num_computed_tokens -= len(drafts.get(name, ())) - stood
             request.output += [9] * (stood + 1)
-        feedback = Feedback(verify_s=0.01, draft_s=0.002 * max(directive.lengths.values(), default=0))
+        feedback = Feedback(verify_s=0.01, draft_s=0.002 * max(self.lengths.values(), default=0))
         if signals:
             feedback.request_ids = list(reversed(self.requests))
             feedback.num_drafted = [len(drafts.get(name, ())) for name in feedback.request_ids]

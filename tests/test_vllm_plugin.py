@@ -16,6 +16,7 @@ import torch
 from dsde.core.errors import InvalidInput
 from dsde.core.params import DEFAULT_POLICY
 from dsde.integrations.vllm import graphs, hooks
+from dsde.integrations.vllm.clock import Clocks
 from dsde.integrations.vllm.exporter import Collector
 from dsde.integrations.vllm.graphs import LengthGraphs, plan_sizes
 from dsde.integrations.vllm.meter import Meter
@@ -267,3 +268,15 @@ def test_a_failed_capture_leaves_vllms_own(runner: Runner, caplog: pytest.LogCap
     assert "go without CUDA graphs of whole passes: no memory" in caplog.text
     assert runner.determine([1] * 5)[0] is CUDAGraphMode.PIECEWISE
     assert runner.uniform_decode_query_len == 4
+
+
+def test_a_step_that_never_drafted_has_no_time_for_it() -> None:
+    clocks = Clocks(is_cuda=False)
+    first, second = clocks.begin(), clocks.begin()
+    for _ in range(3):  # one more than there is to mark
+        first.mark()
+    second.mark()
+    assert first.verify_s() > 0
+    assert first.draft_s() > 0
+    assert second.verify_s() > 0
+    assert second.draft_s() == 0

@@ -41,6 +41,8 @@ ONE_VOICE = 4.0
 """tested tokens that give a sequence half a voice on everybody's rate"""
 RATE_MEMORY = 512.0
 """voices after which one counts about a third"""
+IDLE_MEMORY = 128.0
+"""steps without drafts after which what was found before counts about a third"""
 LOWEST, HIGHEST = 0.005, 0.995
 """outlooks"""
 
@@ -90,11 +92,19 @@ class AcceptanceModel:
         total = int(num_tested.sum())
         outlooks = self._observe_sequences(slots, accepted[:, None], num_tested[:, None], total)
         if not total:
+            self._fade()
             return
         self._learn_weights(outcome, num_tested, self._history(outlooks))
 
     def forget(self, slots: IntArray) -> None:
         self._sequences.reset(slots)
+
+    def _fade(self) -> None:
+        """Nobody drafts: what was found of everybody is of yesterday soon, and few new findings must outweigh it."""
+        kept = float(np.exp(-1 / IDLE_MEMORY))
+        least = max(kept, min(PRIOR_VOICES / self._num_tested, 1.0))
+        self._num_accepted, self._num_tested = least * self._num_accepted, least * self._num_tested
+        self._evidence *= kept
 
     def _trust(self, slots: IntArray) -> FloatArray:
         """[slots, memories] by how well they foretold of late: these sequences, and all."""

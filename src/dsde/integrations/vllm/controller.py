@@ -42,7 +42,7 @@ class Decision:
     """[requests] so far; empty unless there is a trace"""
     num_catch_up_tokens: int = 0
     draft_s: float = 0.0
-    """what it took; written when the step has been reported"""
+    """what it took: at least what is left of its step, which is known when that has been reported"""
 
 
 @dataclass(slots=True)
@@ -271,7 +271,7 @@ class Controller:
             self.policy.settle()
 
     def _share_time(self, step: Step, feedback: Feedback) -> float:
-        """Note what the drafting at the end of a step took; what the rest of it did.
+        """Note what the drafting at the end of a step took, and that before it; what the rest of the step did.
 
         Whatever the device does not do, vLLM's own work between two steps among it, is the draft's where there is one:
         it is far more with than without.
@@ -284,9 +284,11 @@ class Controller:
         self._reported_at = now
         if not feedback.verify_s > 0:
             return 0.0
+        if step.verified is not None and step.verified.lengths.any():
+            step.verified.draft_s = max(step.verified.draft_s, feedback.draft_s)
         if not step.decision.lengths.any():
             return max(feedback.verify_s, now - since)
-        step.decision.draft_s = max(feedback.draft_s, now - since - feedback.verify_s)
+        step.decision.draft_s = max(now - since - feedback.verify_s, 0.0)
         return feedback.verify_s
 
     def _outcome(

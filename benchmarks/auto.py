@@ -3,6 +3,7 @@
     python benchmarks/auto.py pair     # the recorded agreement of a real pair, by category
     python benchmarks/auto.py grid     # acceptance rates and mixtures of them, at every batch size
     python benchmarks/auto.py ablation # auto without its parts, on both
+    python benchmarks/auto.py shift    # the recorded categories one after the other, a few short answers of each
     python benchmarks/auto.py looks    # what a position's signals and its sequence's history tell of agreement
 
 Policies are warm: each has served other requests of the kind before (`--cold`: none has). Every policy meets the same
@@ -42,6 +43,9 @@ STREAMS = {
     "all five": "mixed:0.3,0.6,0.8,0.9,0.95",
     "transition": "phases:0.95,0.4,64",
 }
+SHIFT = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag", "HumanEval")
+NUM_SHIFTS = 6
+"""times that the answers of a category are given"""
 HALVES, TRANSITION = "0.95 / 0.4", "transition"
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36}
 """two-sided 95 % by the number of seeds"""
@@ -106,19 +110,25 @@ def named(specs: list[str]) -> dict[str, Maker]:
     return {spec: lambda _, spec=spec: make_policy(spec) for spec in specs}  # type: ignore[misc]
 
 
-def recorded_cells(trace: Path, batch_size: int, num_tokens: int, num_seeds: int, cold: bool) -> Iterator[Cell]:
-    """Every category by itself, as many requests as Spec-Bench has of each; then all of them."""
+def recorded_streams(trace: Path) -> dict[str, Recorded]:
+    """Every category by itself, then all of them."""
     records = json.loads(trace.read_text(encoding="utf-8"))
     groups = {name: [r for r in records if r.get("cat") == name] for name in dict.fromkeys(r["cat"] for r in records)}
     groups["all"] = records
+    streams = {}
     with tempfile.TemporaryDirectory() as folder:
-        streams = {}
         for name, group in groups.items():
             path = Path(folder) / f"{name}.json"
             path.write_text(json.dumps(group), encoding="utf-8")
             streams[name] = Recorded(path)
+    return streams
+
+
+def recorded_cells(trace: Path, batch_size: int, num_tokens: int, num_seeds: int, cold: bool) -> Iterator[Cell]:
+    """As many requests as Spec-Bench has of each category."""
+    streams = recorded_streams(trace)
     for name, stream in streams.items():
-        num = 80 if name != "all" else 2 * len(records)
+        num = 80 if name != "all" else 2 * len(stream.records)
         requests = [stream.draw(num, num_tokens, seed) for seed in range(num_seeds)]
         served = [None if cold else streams["all"].draw(168, num_tokens, 100 + seed) for seed in range(num_seeds)]
         yield Cell(name, batch_size, requests, served)
@@ -227,12 +237,37 @@ def run_ablation(bench: Bench, options: argparse.Namespace) -> None:
             print(f"| {name}, batch {batch_size} | {' | '.join(ratios)} |", flush=True)
 
 
+def run_shift(bench: Bench, options: argparse.Namespace) -> None:
+    """Policies go from category to category with what they have learnt. Of each the same few answers, several times, of
+    which the last two count: `pair.py` in virtual time."""
+    streams = recorded_streams(options.trace)
+    names = [name for name in SHIFT if name in streams]
+    for batch_size in options.batches or (1, 8):
+        print_header([f"batch {batch_size}", *names, "mean", "least"])
+        plain: dict[str, np.ndarray] = {}
+        for spec in ["off", *STATIC, *([] if options.quick else RIVALS), "auto"]:
+            speeds = {name: np.zeros(options.seeds) for name in names}
+            for seed in range(options.seeds):
+                policy = make_policy(spec)
+                for name in names:
+                    requests = streams[name].draw(max(3, batch_size), options.tokens, seed)
+                    for number in range(NUM_SHIFTS):
+                        result = simulate(policy, requests, bench.costs, batch_size)
+                        policy.forget(np.arange(batch_size))
+                        if number >= NUM_SHIFTS - 2:
+                            speeds[name][seed] += result.tokens_per_s
+            plain = plain or speeds
+            ratios = np.array([speeds[name] / plain[name] for name in names])
+            cells = [f"{ratio:.2f}" for ratio in [*ratios.mean(axis=1), ratios.mean(), ratios.min()]]
+            print(f"| {spec} | {' | '.join(cells)} |", flush=True)
+
+
 def run_looks(_: Bench, options: argparse.Namespace) -> None:
     for names, loss in log_losses(options.trace).items():
         print(f"log-loss knowing {names}: {loss:.3f}", flush=True)
 
 
-PARTS = {"pair": run_pair, "grid": run_grid, "ablation": run_ablation, "looks": run_looks}
+PARTS = {"pair": run_pair, "grid": run_grid, "ablation": run_ablation, "shift": run_shift, "looks": run_looks}
 
 
 def read_costs(text: str) -> Costs | MeasuredCosts:

@@ -30,13 +30,15 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def write_model(folder: Path, tensors: dict[str, torch.Tensor], vocab_size: int = VOCAB_SIZE) -> Path:
+def write_model(
+    folder: Path, tensors: dict[str, torch.Tensor], vocab_size: int = VOCAB_SIZE, num_layers: int = LAYERS
+) -> Path:
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": num_layers,
         "intermediate_size": FFN,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
@@ -98,4 +100,27 @@ def write_pair(
     return (
         str(write_model(folder / "target", target, vocab_size)),
         str(write_model(folder / "draft", noisy(target, noise), vocab_size)),
+    )
+
+
+def write_eagle(folder: Path, rest: float = 0.15) -> tuple[str, str]:
+    """Target and EAGLE head. The head is the target's first layer, and right as often as the others say little.
+
+    It reads what the layer reads but for the first token, which no head sees, and a trace of the target's hidden states.
+    Before its layer it has no norm, so embeddings are of norm 1 already.
+    """
+    target = random_tensors(0)
+    embeddings = target["model.embed_tokens.weight"]
+    embeddings /= embeddings.square().mean(dim=1, keepdim=True).sqrt()
+    for layer in range(1, LAYERS):
+        for part in ("self_attn.o_proj", "mlp.down_proj"):
+            target[f"model.layers.{layer}.{part}.weight"] *= rest
+    trace = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(1)) * 0.1 / HIDDEN**0.5
+    first = "model.layers.0."
+    head = {name.removeprefix("model."): tensor for name, tensor in target.items() if name.startswith(first)}
+    del head["layers.0.input_layernorm.weight"]
+    head["fc.weight"] = torch.cat((torch.eye(HIDDEN), trace), dim=1)
+    return (
+        str(write_model(folder / "target", target)),
+        str(write_model(folder / "eagle", head, num_layers=1)),
     )

@@ -21,7 +21,7 @@ from dsde.policies.probe import Probe, num_plain
 
 NUM_TRIED = 2
 """measurements of a size before it is believed"""
-FIRST_REACH = 2
+FIRST_REACH = 1
 """tokens that the first drafts may have; twice as many after every step that drafted"""
 LONGEST_REST = 64
 """steps without drafts, known to be such beforehand"""

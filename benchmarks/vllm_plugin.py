@@ -115,7 +115,8 @@ class Engine:
         found = {f"plugin_{name}": meter[name] - before[name] for name in before}
         if number:
             short = self._generate(batch, SHORT_TOKENS, number)
-            seconds, steps = seconds - short[0], steps - short[1]
+            # Never nothing, however much the short one was held up: such a round would win.
+            seconds, steps = max(seconds - short[0], seconds / 2), steps - short[1]
         return {"tokens": tokens, "seconds": seconds, "steps": steps, **found}
 
     def _obey(self, policy: str) -> Any:

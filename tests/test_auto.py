@@ -189,7 +189,7 @@ def test_a_bend_behind_the_tokens_chosen_is_not_their_price() -> None:
 
 
 def test_steps_without_drafts_are_measured_before_anything_is_compared_with_them() -> None:
-    """Of a pass over 7 tokens nobody can tell what one takes, and off would look seven times as fast."""
+    """Of a pass over 7 tokens nobody can tell what one takes, and whatever is guessed decides whether to draft."""
     policy = Auto()
     lengths = []
     for _ in range(6):
@@ -201,6 +201,19 @@ def test_steps_without_drafts_are_measured_before_anything_is_compared_with_them
     assert lengths[:4] == [0, 0, 0, 0]
     assert lengths[5] > 0
     assert policy.plan(batch(1)).signals["rate_off"][0] == pytest.approx(1 / 1.1e-3, rel=0.01)
+
+
+def test_a_size_that_never_comes_is_not_waited_for() -> None:
+    """Prompts are read in every step, which the plan did not know."""
+    policy = Auto()
+    drafted = False
+    for _ in range(20):
+        plan = policy.plan(batch(4))
+        drafted = drafted or bool(plan.lengths.any())
+        length = int(plan.lengths[0])
+        seconds = {"draft_s": 0.5e-3 * length, "verify_s": 8e-3}
+        policy.observe(outcome([length] * 4, [length] * 4, num_prompt_tokens=512, **seconds))
+    assert drafted
 
 
 def test_an_engine_that_measures_nothing_is_not_waited_for() -> None:

@@ -135,6 +135,18 @@ def test_what_a_draft_costs_once_is_told_from_its_passes() -> None:
     assert cost.drafting_s(0, 0) == 0
 
 
+def test_under_another_load_a_draft_costs_at_once_what_it_does() -> None:
+    """Its start was learnt in large batches, and passes of small ones would cost nothing."""
+    cost = CostModel()
+    for length in [1, 2, 3, 4] * 8:
+        cost.observe(outcome_of(list(range(64)), [length] * 64, [0] * 64, 10e-3 + 4e-3 * length, 0.05))
+    assert cost.start_s == pytest.approx(10e-3)
+    for _ in range(6):
+        cost.observe(outcome_of([0], [4], [0], 6e-3, 0.01))
+    assert cost.drafting_s(4, 4) == pytest.approx(6e-3, rel=0.2)
+    assert cost.drafting_s(1, 1) < 5e-3
+
+
 def test_drafts_of_one_length_cost_what_they_do() -> None:
     """Nothing tells their start from their passes, and nothing need."""
     cost = CostModel()
@@ -293,12 +305,15 @@ def test_it_can_be_saved_and_loaded() -> None:
     machine = compute_bound()
     for batch_size in (1, 4, 16):
         machine.run(Goodput(cost=cost), batch_size, 50, 0.8)
+    for length in [1, 2, 3, 4] * 8:
+        cost.observe(outcome_of([0], [length], [0], 3e-3 + 1e-3 * length, 0.01))
     loaded = CostModel.from_dict(json.loads(json.dumps(cost.to_dict())))
     sizes = np.arange(1, 200)
     np.testing.assert_array_equal(loaded.verify_s(sizes), cost.verify_s(sizes))
     np.testing.assert_array_equal(loaded.draft_s(sizes), cost.draft_s(sizes))
     np.testing.assert_array_equal(loaded.catch_up_s(sizes), cost.catch_up_s(sizes))
     assert loaded.to_dict() == cost.to_dict()
+    assert loaded.start_s == cost.start_s > 0
     assert cost.describe()["verify_least_size"] == 1.0
     np.testing.assert_array_equal(
         CostModel.from_dict(CostModel().to_dict()).verify_s(sizes), CostModel().verify_s(sizes)

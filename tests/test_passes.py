@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsde.models.batch import Heads
-from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, PassShape, bucket, context_bucket
+from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, PassShape, bucket, context_bucket, ragged_bucket
 
 SHAPE = PassShape(1, 1, 1, True, 8, 1, 1, 1, is_graph=True)
 
@@ -65,6 +65,12 @@ def test_buckets() -> None:
         assert count <= size <= MOST_GRAPH_TOKENS
         assert size <= 4 / 3 * count or count == 1
         assert count <= 16 or size < 1.25 * count
+
+
+def test_sums_of_different_lengths_have_fewer_buckets_in_the_middle() -> None:
+    sizes = {ragged_bucket(count) for count in range(1, 129)}
+    assert sizes == {1, 2, 3, 4, 6, 8, 16, 32, 64, 80, 96, 112, 128}
+    assert all(count <= ragged_bucket(count) < 2 * count or count == 1 for count in range(1, MOST_GRAPH_TOKENS + 1))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 512, 513, 2048, 2049, 8192, 8193, 100_000])

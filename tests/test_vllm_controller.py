@@ -80,7 +80,7 @@ class Scheduler:
             sampled[name] = stood + 1
             request.num_computed_tokens -= len(drafts.get(name, ())) - stood
             request.output += [9] * (stood + 1)
-        feedback = Feedback(verify_s=0.01, draft_s=0.002 * max(self.lengths.values(), default=0))
+        feedback = Feedback(verify_s=0.01, draft_s=0.002 * max(directive.lengths.values(), default=0))
         if signals:
             feedback.request_ids = list(reversed(self.requests))
             feedback.num_drafted = [len(drafts.get(name, ())) for name in feedback.request_ids]
@@ -275,17 +275,28 @@ def test_a_name_that_is_used_again_is_another_request() -> None:
 
 
 @pytest.mark.parametrize("waiting_s", [0.001, 5.0])
-def test_what_the_device_does_not_do_is_a_cost_of_the_draft_if_there_is_one(waiting_s: float) -> None:
+def test_what_the_device_does_not_do_is_shared_by_verification_and_draft(waiting_s: float) -> None:
     """vLLM's own work between steps; but not the time in which nobody asked for anything."""
-    times = iter([0.0, 0.015, 0.016, 0.046, 0.046 + waiting_s, 0.061 + waiting_s])
-    policy = Recorded([3, 0, 0])
+    policy = Recorded([0, 0, 0, 0, 3, 0])
     controller = make(policy)
-    controller._clock = lambda: next(times)
+    now = [0.0]
+    controller._clock = lambda: now[0]
     scheduler = Scheduler(controller, 1)
-    for _ in range(3):  # 10 ms of every step is verification, and 6 ms of the first one is drafting
+    decide = controller.decide
+    took = iter([0.013] * 4 + [0.026, 0.013])  # 10 ms of each verifies, and 6 ms of the fifth one drafts
+
+    def decide_and_run(*given: Any) -> Directive:
+        now[0] += waiting_s
+        directive = decide(*given)
+        now[0] += next(took)
+        return directive
+
+    controller.decide = decide_and_run  # type: ignore[method-assign]
+    for _ in range(6):
         scheduler.step(3)
-    drafting, plain = policy.outcomes
-    assert drafting.draft_s == pytest.approx(0.006)
-    assert drafting.verify_s == pytest.approx(0.031)
-    assert plain.draft_s == 0
-    assert plain.verify_s == pytest.approx(0.015 + (waiting_s if waiting_s < 1 else 0))
+    waited_s = waiting_s if waiting_s < 1 else 0.0
+    *plain, drafting, verifying = policy.outcomes
+    assert [one.verify_s for one in plain] == pytest.approx([0.013 + waited_s] * 3)
+    assert drafting.verify_s == pytest.approx(0.013 + waited_s)
+    assert verifying.draft_s == pytest.approx(0.013)
+    assert verifying.verify_s == pytest.approx(0.013 + waited_s)

@@ -16,10 +16,10 @@ import torch
 from dsde.core.errors import InvalidInput
 from dsde.core.params import DEFAULT_POLICY
 from dsde.integrations.vllm import graphs, hooks
-from dsde.integrations.vllm.clock import Clocks
 from dsde.integrations.vllm.exporter import Collector
 from dsde.integrations.vllm.graphs import LengthGraphs, plan_sizes
 from dsde.integrations.vllm.meter import Meter
+from dsde.integrations.vllm.scheduling import could_be_async
 from dsde.integrations.vllm.settings import Settings, read_settings
 from dsde.integrations.vllm.signals import divergences, looks
 from dsde.integrations.vllm.support import make_supported
@@ -270,13 +270,18 @@ def test_a_failed_capture_leaves_vllms_own(runner: Runner, caplog: pytest.LogCap
     assert runner.uniform_decode_query_len == 4
 
 
-def test_a_step_that_never_drafted_has_no_time_for_it() -> None:
-    clocks = Clocks(is_cuda=False)
-    first, second = clocks.begin(), clocks.begin()
-    for _ in range(3):  # one more than there is to mark
-        first.mark()
-    second.mark()
-    assert first.verify_s() > 0
-    assert first.draft_s() > 0
-    assert second.verify_s() > 0
-    assert second.draft_s() == 0
+@pytest.mark.parametrize(
+    ("changes", "could"),
+    [
+        ({}, True),
+        ({"method": "ngram"}, False),
+        ({"disable_padded_drafter_batch": True}, False),
+        ({"distributed_executor_backend": "ray"}, False),
+        ({"device_type": "cpu"}, False),
+    ],
+)
+def test_asynchronous_scheduling_is_recommended_only_where_vllm_allows_it(changes: dict[str, Any], could: bool) -> None:
+    all_ = {"method": "draft_model", "device_type": "cuda", "distributed_executor_backend": None} | changes
+    part = SimpleNamespace(**all_)
+    config = SimpleNamespace(speculative_config=part, device_config=part, parallel_config=part)
+    assert could_be_async(config) is could

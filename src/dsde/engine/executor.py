@@ -86,6 +86,12 @@ class Landing:
     is_cold: bool = False
     """a pass ran for the first times: the seconds say nothing of the next step like this"""
 
+    @property
+    def drafting_s(self) -> float:
+        """What the draft cost: its passes and, before them, the device's waiting for the host. Most steps without a
+        draft are queued ahead and have none."""
+        return self.seconds.draft + (self.seconds.idle if self.num_draft_passes else 0.0)
+
 
 class Flight(Protocol):
     """A step that is under way."""

@@ -126,8 +126,7 @@ class Planner:
             temperatures=plan.batch.temperatures,
             token_probs=probs,
             draft_signals=signals,
-            # Steps without drafts are queued ahead, and the device does not wait for them.
-            draft_s=seconds.draft + (seconds.idle if landing.num_draft_passes else 0.0),
+            draft_s=landing.drafting_s if not landing.is_cold else 0.0,
             verify_s=seconds.verify,
             num_decoding=plan.batch.num_decoding,
             num_prompt_tokens=plan.batch.num_prompt_tokens,

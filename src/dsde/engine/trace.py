@@ -69,7 +69,7 @@ def record_step(
             rejected_token_ids=None if tokens is None else tokens[i, verdict.accepted[i] : drafted[i]].tolist(),
             klds=verdict.klds[ends[i] - drafted[i] : ends[i]].tolist(),
             signals=signals,
-            draft_s=seconds.draft,
+            draft_s=landing.drafting_s,
             verify_s=seconds.verify,
             step_s=seconds.draft + seconds.verify + seconds.idle,
             expected_draft_s=expected_draft_s,

@@ -60,6 +60,7 @@ def _buckets() -> list[int]:
 
 _BUCKETS = _buckets()
 _LEAST_COARSE, _MOST_COARSE = 8, 64
+"""Up to the least every row more is noticed, beyond the most padding is; between them a product's tiles are coarse."""
 
 
 def bucket(count: int) -> int:
@@ -68,8 +69,8 @@ def bucket(count: int) -> int:
 
 
 def ragged_bucket(count: int) -> int:
-    """The same for sequences of different lengths, whose sum changes with every step: fewer sizes between those where
-    every row counts and those where padding would."""
+    """The same for sequences of different lengths, whose sum changes with every step: powers of two in the middle, up
+    to twice what is needed, as every new size costs two slow passes."""
     return power_of_2(count) if _LEAST_COARSE < count <= _MOST_COARSE else bucket(count)
 
 
@@ -203,7 +204,7 @@ class PassRunner:
         if is_graph and longest == 1:
             num_tokens = num_items = num_seqs = bucket(num_seqs)
         elif is_graph:
-            # Sequences cost next to nothing here, tokens do: fewer graphs, hardly more padding.
+            # Sequences cost next to nothing here: fewer graphs.
             num_tokens = ragged_bucket(num_tokens)
             num_seqs = min(power_of_2(num_seqs), num_tokens)
             num_items = num_seqs if longest <= per_item else attention.num_items_bound(num_tokens, num_seqs, per_item)

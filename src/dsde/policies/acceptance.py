@@ -31,6 +31,8 @@ STRENGTHS = np.array([2.0, 4.0, 2.0, 8.0, 48.0])
 """tested tokens that everybody's rate counts for beside them"""
 CONTEST = 1024.0
 """tested tokens after which it counts about a third how well a memory foretold"""
+LEAST_CONTESTED = 16.0
+"""tested tokens that what was found before them counts for at least"""
 OWN_CONTEST = 24.0
 """the same of a sequence's own tokens"""
 OTHERS = 128.0
@@ -102,9 +104,10 @@ class AcceptanceModel:
     def _fade(self) -> None:
         """Nobody drafts: what was found of everybody is of yesterday soon, and few new findings must outweigh it."""
         kept = float(np.exp(-1 / IDLE_MEMORY))
-        least = max(kept, min(PRIOR_VOICES / self._num_tested, 1.0))
-        self._num_accepted, self._num_tested = least * self._num_accepted, least * self._num_tested
-        self._evidence *= kept
+        kept_rate = max(kept, min(PRIOR_VOICES / self._num_tested, 1.0))
+        self._num_accepted, self._num_tested = kept_rate * self._num_accepted, kept_rate * self._num_tested
+        kept_trust = max(kept, min(LEAST_CONTESTED / self._num_contested, 1.0))
+        self._evidence, self._num_contested = kept_trust * self._evidence, kept_trust * self._num_contested
 
     def _trust(self, slots: IntArray) -> FloatArray:
         """[slots, memories] by how well they foretold of late: these sequences, and all."""

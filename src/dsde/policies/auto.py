@@ -150,7 +150,7 @@ class Auto(Policy):
 
     def _learn_from(self, outcome: Outcome, draft: _Draft) -> None:
         step = self.cost.observe(outcome)
-        if outcome.verify_s > 0:
+        if not self.cost.is_below(num_plain(draft.batch)):
             self._num_blind = 0
         plain_s = float(self.cost.verify_s(max(count_tokens(outcome), 1)))
         self.acceptance.observe(outcome)

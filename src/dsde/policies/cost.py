@@ -40,8 +40,8 @@ MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
 NUM_STARTS = 32
 """newest drafts, by which what a draft costs beside its passes is told from what the passes cost"""
-LEAST_APART = 0.25
-"""of the longest of these drafts, by which two of them must differ to tell anything"""
+LEAST_ALIKE = 0.2
+"""share by which sizes may differ whose passes are taken to cost the same"""
 
 _CENTERS: FloatArray = 2.0 ** (np.arange(NUM_BUCKETS) / BUCKETS_PER_OCTAVE)
 _FLAT_THEN_LINEAR: FloatArray = np.maximum(_CENTERS, KNEE) / KNEE
@@ -175,13 +175,12 @@ class Curve:
 class Start:
     """Seconds that a draft takes once, whatever its length: the host decides, and the device waits.
 
-    Told from its passes as soon as drafts differ in length: a straight line through the newest of them, by the medians
-    of its slopes and heights, which a few steps that were held up do not move.
+    Told from its passes as soon as drafts of about the same size differ in length: a straight line through the newest
+    of them, by the medians of its slopes and heights, which a few steps that were held up do not move. Never more than
+    half of a draft just seen: under another load what was learnt is wrong, and the passes would cost nothing.
     """
 
-    def __init__(self, passes: Curve) -> None:
-        self.passes = passes
-        """what one takes, which is learnt from the same drafts: of its height nothing is believed here"""
+    def __init__(self) -> None:
         self.seconds = 0.0
         self._held = np.zeros((NUM_STARTS, 3))
         self._num_seen = 0
@@ -191,18 +190,19 @@ class Start:
         self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
         self._num_seen += 1
         if self._num_seen % 4 == 0:
-            self._fit()
+            self._fit(size)
+        self.seconds = min(self.seconds, seconds / 2)
 
-    def _fit(self) -> None:
-        num_passes, sizes, seconds = self._held[: min(self._num_seen, NUM_STARTS)].T
-        passes_s = num_passes * self.passes.seconds(sizes)
-        ones, others = np.triu_indices(passes_s.size, 1)
-        apart = passes_s[others] - passes_s[ones]
-        tells = np.abs(apart) > LEAST_APART * passes_s.max()
-        if np.count_nonzero(tells) < passes_s.size:
+    def _fit(self, size: float) -> None:
+        held = self._held[: min(self._num_seen, NUM_STARTS)]
+        num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= LEAST_ALIKE * size].T
+        ones, others = np.triu_indices(seconds.size, 1)
+        apart = num_passes[others] - num_passes[ones]
+        tells = apart != 0
+        if np.count_nonzero(tells) < NUM_STARTS // 2:
             return
         slope = max(float(np.median((seconds[others] - seconds[ones])[tells] / apart[tells])), 0.0)
-        self.seconds = max(float(np.median(seconds - slope * passes_s)), 0.0)
+        self.seconds = max(float(np.median(seconds - slope * num_passes)), 0.0)
 
 
 @dataclass(slots=True)
@@ -247,14 +247,14 @@ class CostModel:
     def __init__(self, num_tried: int = 1, is_flat_below: bool = False) -> None:
         """A draft pass is believed to cost what it does once `num_tried` steps have drafted, and not before.
 
-        With `is_flat_below` sizes below all that were measured cost no less, for who would make many small passes, or
-        tries a step without drafts before anything is compared with it.
+        With `is_flat_below` sizes below all that were measured cost no less. That is for a policy which would otherwise
+        make many small passes, and which measures a step without drafts before it compares anything with it.
         """
         self._num_tried = num_tried
         self._verify = Curve(VERIFY_S, is_flat_below)
         self._draft = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
-        self._start = Start(self._draft)
+        self._start = Start()
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
         self._num_unclean = 0
 
@@ -304,7 +304,7 @@ class CostModel:
         return self._verify.largest >= tokens
 
     def is_below(self, tokens: float) -> bool:
-        """Whether all verifications measured, if any, were of more tokens."""
+        """Whether verifications of so many tokens, or fewer, have hardly been measured."""
         return self._verify.num_at_most(tokens) < self._num_tried
 
     def age(self, tokens: float) -> int:
@@ -371,6 +371,7 @@ class CostModel:
         """What was learnt, for JSON."""
         return {
             "version": 1,
+            "start_s": self._start.seconds,
             "verify": self._verify.to_dict(),
             "draft": self._draft.to_dict(),
             "catch_up": self._catch_up.to_dict(),
@@ -391,6 +392,8 @@ class CostModel:
             self._verify.restore(saved["verify"])
             self._draft.restore(saved["draft"])
             self._catch_up.restore(saved["catch_up"])
+            # Of an older file it is spread over the passes.
+            self._start.seconds = _seconds(saved.get("start_s", 0.0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"this is no saved cost model ({error}); measure again without it") from None
 
@@ -403,6 +406,12 @@ def count_tokens(outcome: Outcome) -> int:
 def limit(seconds: float, expected: float) -> float:
     """Seconds as measured, unless something out of the ordinary held the step up."""
     return min(seconds, LARGEST_EXCESS * expected)
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError("start_s")
+    return float(value)
 
 
 def _bucket(size: float) -> int:

@@ -1,13 +1,13 @@
 """When the parts of a step were done, on the device that does them, without waiting for it.
 
-On a GPU events mark the stream, and are read when they have passed: the beginning and the sampling when the step's
-output has come; the drafting, which vLLM does not wait for, when that of the next step has. On a CPU it is the time of
-day.
+On a GPU events mark the stream; they are read when the step's output has come, and by then they have passed. On a CPU
+it is the time of day.
 """
 
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,21 +37,14 @@ class StepClock:
             self._marks[self._num_marked] = time.perf_counter()
         self._num_marked += 1
 
-    def verify_s(self) -> float:
-        return self._until(1)
-
-    def draft_s(self) -> float:
-        return self._until(2)
-
-    def _until(self, number: int) -> float:
-        """From the mark before; 0 where the step never came to it."""
-        if self._num_marked <= number:
-            return 0.0
-        before, after = self._marks[number - 1 : number + 1]
+    def seconds(self) -> list[float]:
+        """Between one mark and the next."""
+        marks = self._marks[: self._num_marked]
         if not self._is_cuda:
-            return float(after - before)
-        after.synchronize()
-        return float(before.elapsed_time(after)) / 1e3
+            return [after - before for before, after in pairwise(marks)]
+        if marks:
+            marks[-1].synchronize()
+        return [float(before.elapsed_time(after)) / 1e3 for before, after in pairwise(marks)]
 
 
 class Clocks:

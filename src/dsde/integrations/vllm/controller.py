@@ -9,7 +9,9 @@ vLLM's scheduler keeps them; knows nothing of tokens, models or devices.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +29,8 @@ from dsde.policies import BatchView, Need, Outcome, Pace, Plan, Policy
 
 IntArray = NDArray[np.int64]
 
+NUM_GAPS = 31
+
 
 @dataclass(slots=True)
 class Decision:
@@ -42,7 +46,7 @@ class Decision:
     """[requests] so far; empty unless there is a trace"""
     num_catch_up_tokens: int = 0
     draft_s: float = 0.0
-    """what it took: at least what is left of its step, which is known when that has been reported"""
+    """what it took; written when the step has been reported"""
 
 
 @dataclass(slots=True)
@@ -116,6 +120,8 @@ class Controller:
         self._trace = trace
         self._clock = clock
         self._reported_at: float | None = None
+        self._gaps_s: deque[float] = deque(maxlen=NUM_GAPS)
+        """of the newest steps without drafts, in which the device did nothing"""
         self._takes_turns = takes_turns(policy)
         self._pairs = pairs(policy)
         self._obeys_prediction = looks_ahead(policy)
@@ -271,25 +277,25 @@ class Controller:
             self.policy.settle()
 
     def _share_time(self, step: Step, feedback: Feedback) -> float:
-        """Note what the drafting at the end of a step took, and that before it; what the rest of the step did.
+        """Note what the drafting at the end of a step took; what the rest of it did.
 
-        Whatever the device does not do, vLLM's own work between two steps among it, is the draft's where there is one:
-        it is far more with than without.
+        A step takes as long as from one report to the next. What the device does not do in it, vLLM's own work, counts
+        for the verification as much as in steps without drafts, and beyond that for the draft.
         """
         now = self._clock()
         since, reported_at = step.scheduled_at, self._reported_at
-        # Unless nobody had anything to do in between, a step takes as long as no other one is over.
-        if reported_at is not None and since - reported_at < now - since:
+        if reported_at is not None and since - reported_at < now - since:  # or else nobody had anything to do
             since = reported_at
         self._reported_at = now
         if not feedback.verify_s > 0:
             return 0.0
-        if step.verified is not None and step.verified.lengths.any():
-            step.verified.draft_s = max(step.verified.draft_s, feedback.draft_s)
+        gap_s = max(now - since - feedback.verify_s - feedback.draft_s, 0.0)
         if not step.decision.lengths.any():
-            return max(feedback.verify_s, now - since)
-        step.decision.draft_s = max(now - since - feedback.verify_s, 0.0)
-        return feedback.verify_s
+            self._gaps_s.append(gap_s)
+            return feedback.verify_s + gap_s
+        plain_s = min(statistics.median(self._gaps_s), gap_s) if self._gaps_s else 0.0
+        step.decision.draft_s = feedback.draft_s + gap_s - plain_s
+        return feedback.verify_s + plain_s
 
     def _outcome(
         self,

@@ -41,7 +41,6 @@ class Feedback:
 
     verify_s: float = 0.0
     draft_s: float = 0.0
-    """of the drafting before, whose tokens it verified: its own may not be over"""
     request_ids: list[str] = field(default_factory=list)
     """in the order of `signals`"""
     num_drafted: list[int] = field(default_factory=list)

@@ -52,8 +52,8 @@ def make_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
     logger.info("dsde: policy %s chooses up to %d tokens", settings.policy, controller.limits.max_length)
     if controller.limits.num_in_flight == 1 and scheduling.could_be_async(scheduler.vllm_config):
         logger.warning(
-            "dsde: asynchronous scheduling is off, as is this vLLM's default with a draft model, and steps without "
-            "drafts take longer than without speculation; turn it on with --async-scheduling"
+            "dsde: asynchronous scheduling is off, and steps without drafts take longer than without speculation; "
+            "--async-scheduling turns it on"
         )
 
 

@@ -43,8 +43,6 @@ class Report:
     """A step's feedback in the making: its signals may still be on their way."""
 
     clock: StepClock
-    clock_before: StepClock | None
-    """of the step before"""
     request_ids: list[str] = field(default_factory=list)
     num_drafted: list[int] = field(default_factory=list)
     signals: torch.Tensor | None = None
@@ -53,8 +51,8 @@ class Report:
 
     def finish(self) -> Feedback:
         """To be called when the step's output has come: then so have the signals."""
-        draft_s = 0.0 if self.clock_before is None else self.clock_before.draft_s()
-        feedback = Feedback(self.clock.verify_s(), draft_s, self.request_ids, self.num_drafted)
+        seconds = [*self.clock.seconds(), 0.0, 0.0]
+        feedback = Feedback(seconds[0], seconds[1], self.request_ids, self.num_drafted)
         if self.signals is not None:
             feedback.signals = self.signals.numpy().astype(np.float64)
             feedback.signals[np.array(self.has_none, np.bool_)] = np.nan
@@ -72,7 +70,6 @@ class RunnerAdapter:
         self._clocks = Clocks(runner.device.type == "cuda")
         self._drafts = Drafts()
         self._report: Report | None = None
-        self._clock_before: StepClock | None = None
         self._logits: torch.Tensor | None = None
         """of the draft pass just made"""
         # Where another adapter was here before, this one takes its place, whether or not it wants anything.
@@ -96,9 +93,7 @@ class RunnerAdapter:
         drafter.model.compute_logits = tapped
 
     def begin(self) -> None:
-        clock = self._clocks.begin()
-        self._report = Report(clock, self._clock_before)
-        self._clock_before = clock
+        self._report = Report(self._clocks.begin())
 
     def mark(self) -> None:
         if self._report is not None:

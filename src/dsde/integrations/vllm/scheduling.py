@@ -50,8 +50,14 @@ def steer(scheduler: Any, settings: Settings) -> Controller:
 
 
 def could_be_async(config: Any) -> bool:
-    """Whether vLLM would allow it, though nobody asked for it."""
-    return bool(config.speculative_config.method == "draft_model" and config.device_config.device_type == "cuda")
+    """Whether vLLM would schedule asynchronously if it were asked to."""
+    speculative = config.speculative_config
+    return bool(
+        speculative.method == "draft_model"
+        and not getattr(speculative, "disable_padded_drafter_batch", False)
+        and config.parallel_config.distributed_executor_backend in (None, "uni", "mp")
+        and config.device_config.device_type == "cuda"
+    )
 
 
 def count_changes(num: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch.nn.functional import rms_norm
 
 VOCAB_SIZE = 512
 HIDDEN, LAYERS, HEADS, FFN = 128, 3, 4, 256
@@ -103,24 +104,21 @@ def write_pair(
     )
 
 
-def write_eagle(folder: Path, rest: float = 0.15) -> tuple[str, str]:
-    """Target and EAGLE head. The head is the target's first layer, and right as often as the others say little.
+def write_eagle(folder: Path, rest: float = 0.0) -> tuple[str, str]:
+    """Target and EAGLE head. The head is the target's first layer; the less the others say, the more often it is right.
 
-    It reads what the layer reads but for the first token, which no head sees, and a trace of the target's hidden states.
-    Before its layer it has no norm, so embeddings are of norm 1 already.
+    It reads what that layer reads but for the first token, which no head sees, and a trace of the target's hidden
+    states. It has a norm neither before its layer nor after: embeddings are of norm 1 already, and the target's last
+    norm gives back about the size of what it takes.
     """
     target = random_tensors(0)
-    embeddings = target["model.embed_tokens.weight"]
-    embeddings /= embeddings.square().mean(dim=1, keepdim=True).sqrt()
+    target["model.embed_tokens.weight"] = rms_norm(target["model.embed_tokens.weight"], (HIDDEN,))
+    target["model.norm.weight"] *= 1.8
     for layer in range(1, LAYERS):
         for part in ("self_attn.o_proj", "mlp.down_proj"):
             target[f"model.layers.{layer}.{part}.weight"] *= rest
-    trace = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(1)) * 0.1 / HIDDEN**0.5
-    first = "model.layers.0."
-    head = {name.removeprefix("model."): tensor for name, tensor in target.items() if name.startswith(first)}
-    del head["layers.0.input_layernorm.weight"]
+    trace = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(1)) * 0.02 / HIDDEN**0.5
+    head = {name: tensor for name, tensor in target.items() if name.startswith("model.layers.0.")}
+    head = {name.removeprefix("model."): tensor for name, tensor in head.items() if "input_layernorm" not in name}
     head["fc.weight"] = torch.cat((torch.eye(HIDDEN), trace), dim=1)
-    return (
-        str(write_model(folder / "target", target)),
-        str(write_model(folder / "eagle", head, num_layers=1)),
-    )
+    return str(write_model(folder / "target", target)), str(write_model(folder / "eagle", head, num_layers=1))

@@ -19,10 +19,22 @@ from dsde.integrations.vllm import graphs, hooks
 from dsde.integrations.vllm.exporter import Collector
 from dsde.integrations.vllm.graphs import LengthGraphs, plan_sizes
 from dsde.integrations.vllm.meter import Meter
+from dsde.integrations.vllm.plugin import asked_for
 from dsde.integrations.vllm.scheduling import could_be_async
 from dsde.integrations.vllm.settings import Settings, read_settings
 from dsde.integrations.vllm.signals import divergences, looks
 from dsde.integrations.vllm.support import make_supported
+
+
+def test_a_draft_that_keeps_its_distribution_to_itself_is_refused_to_those_who_look_at_it() -> None:
+    def config(policy: str) -> Any:
+        speculative = SimpleNamespace(method="draft_model", use_local_argmax_reduction=True)
+        return SimpleNamespace(additional_config={"dsde": {"policy": policy}}, speculative_config=speculative)
+
+    with pytest.raises(InvalidInput, match="use_local_argmax_reduction"):
+        asked_for(config("dsde"))
+    for policy in ("auto", "goodput", "static:2"):
+        assert asked_for(config(policy)) == Settings(policy=policy)
 
 
 def test_settings() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from dsde.core.errors import InvalidInput
 from dsde.integrations.vllm import hooks
 from dsde.integrations.vllm.settings import Settings, read_settings
-from dsde.integrations.vllm.support import make_supported
+from dsde.integrations.vllm.support import make_supported, wants_signals
 
 logger = logging.getLogger("vllm.dsde")
 
@@ -91,7 +91,12 @@ def asked_for(vllm_config: Any) -> Settings | None:
         raise InvalidInput(
             "dsde chooses the length, and so does num_speculative_tokens_per_batch_size; leave one of them out"
         )
-    make_supported(settings.policy, speculative.method)
+    policy = make_supported(settings.policy, speculative.method)
+    if wants_signals(policy) and getattr(speculative, "use_local_argmax_reduction", False):
+        raise InvalidInput(
+            f"policy {settings.policy!r} looks at the draft's distribution, and with use_local_argmax_reduction there "
+            "is none; leave that out, or try goodput"
+        )
     return settings
 
 

@@ -54,8 +54,7 @@ def make_supported(spec: str, method: str) -> Policy:
                 f"policy {spec!r}: it ends drafts while they are made, and vLLM fixes their lengths before; "
                 "try auto, dsde or goodput"
             )
-    signals = Need.KLD | Need.TOKEN_PROB | Need.DRAFT_SIGNALS
-    if needs_of(policy) & signals and method not in WITH_MODEL:
+    if wants_signals(policy) and method not in WITH_MODEL:
         raise InvalidInput(
             f"policy {spec!r} looks at the draft's distribution, and {method} has none; "
             "try goodput, static:4, gammatune or static:4|gate"
@@ -66,6 +65,10 @@ def make_supported(spec: str, method: str) -> Policy:
 def needs_of(policy: Policy) -> Need:
     """What it wants to know of drafts, but for what is only good for ending them while they are made."""
     return policy.needs & ~Need.DRAFT_SIGNALS if looks_ahead(policy) else policy.needs
+
+
+def wants_signals(policy: Policy) -> bool:
+    return bool(needs_of(policy) & (Need.KLD | Need.TOKEN_PROB | Need.DRAFT_SIGNALS))
 
 
 def takes_turns(policy: Policy) -> bool:

@@ -180,6 +180,9 @@ class FreeDrafts(CostModel):
     def verify_s(self, tokens: ArrayLike) -> NDArray[np.float64]:
         return 1.0 + 1e-4 * np.asarray(tokens, np.float64)
 
+    def is_below(self, tokens: float) -> bool:
+        return False
+
 
 def check_distribution(name: str, policy: str | Policy, draft: str, seeded: bool, count: int = NUM_REQUESTS) -> None:
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **PARAMS[name])

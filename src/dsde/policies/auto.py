@@ -14,10 +14,10 @@ import numpy as np
 from dsde.core.stops import StopByWorth
 from dsde.policies.acceptance import HIGHEST, AcceptanceModel
 from dsde.policies.base import BatchView, FloatArray, IntArray, Need, Outcome, Plan, Policy
-from dsde.policies.cost import CostModel, count_tokens
+from dsde.policies.cost import CostModel
 from dsde.policies.limits import LONGEST, check_whole
 from dsde.policies.menu import Menu
-from dsde.policies.probe import Probe, num_plain
+from dsde.policies.probe import Probe
 
 NUM_TRIED = 2
 """measurements of a size before it is believed"""
@@ -99,7 +99,7 @@ class Auto(Policy):
         self._num_observed = 0
         """outcomes of the current plan"""
         self._num_blind = 0
-        """plans made blindly since anything was measured"""
+        """plans made blindly since such a step was measured"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
 
     @property
@@ -150,9 +150,9 @@ class Auto(Policy):
 
     def _learn_from(self, outcome: Outcome, draft: _Draft) -> None:
         step = self.cost.observe(outcome)
-        if not self.cost.is_below(num_plain(draft.batch)):
+        if not self.cost.is_below(draft.batch.num_plain_tokens):
             self._num_blind = 0
-        plain_s = float(self.cost.verify_s(max(count_tokens(outcome), 1)))
+        plain_s = float(self.cost.verify_s(outcome.num_plain_tokens))
         self.acceptance.observe(outcome)
         if draft.is_probing:
             self._probe.end(step, plain_s)
@@ -164,7 +164,7 @@ class Auto(Policy):
         self._reach = min(2 * self._reach, self.max)
         seconds = step.draft_s + step.verify_s
         if draft.planned_rate > 0 and seconds > 0:
-            emitted = float(outcome.accepted.sum()) + max(outcome.num_decoding, outcome.slots.size)
+            emitted = float(outcome.accepted.sum()) + outcome.num_sequences
             gain = emitted / (seconds * draft.planned_rate)
             self._gain = float(np.clip(kept * self._gain + (1 - kept) * gain, 0.5, 2.0))
 
@@ -176,9 +176,9 @@ class Auto(Policy):
         doubts /= np.sqrt(max(batch.slots.size, 1))
         choice = self._choose(batch, np.minimum(outlooks + doubts, HIGHEST))
         # Whoever begins with drafts compares them with a step that was never made, and a wrong guess of that lasts.
-        is_blind = self._num_blind < MOST_BLIND and self.cost.is_below(num_plain(batch))
+        is_blind = self._num_blind < MOST_BLIND and self.cost.is_below(batch.num_plain_tokens)
         pays = not is_blind and choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
-        num_emitted = max(batch.num_decoding, batch.slots.size) + _num_accepted(outlooks, choice.lengths)
+        num_emitted = batch.num_sequences + _num_accepted(outlooks, choice.lengths)
         planned_rate = num_emitted / choice.seconds if pays else 0.0
         rate = max(planned_rate * self._gain, choice.rate_off)
         if pays:
@@ -220,18 +220,18 @@ class Auto(Policy):
         return _Draft(batch, plan, planned_rate, is_probing, is_blind)
 
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
-        num_base, num_least = max(batch.num_decoding, batch.slots.size), num_plain(batch)
+        num_base, num_plain = batch.num_sequences, batch.num_plain_tokens
         kinds = self._menu.kinds(outlooks)
         counts, drafted, gains = self._menu.totals(kinds)
-        packed = num_least + drafted
+        packed = num_plain + drafted
         draft_s = np.where(counts > 0, self.cost.draft_s(np.maximum(counts, 1)), 0.0)
         seconds = self.cost.start_s + np.add.accumulate(draft_s, axis=1) + self.cost.verify_s(packed)
         rates = (num_base + gains) / seconds
         level, last = divmod(int(rates.argmax()), self.max)
-        plain_s = float(self.cost.verify_s(num_least))
+        plain_s = float(self.cost.verify_s(num_plain))
         rate, rate_off = float(rates[level, last]), num_base / plain_s
         if rate <= rate_off:
-            return _Choice(batch.rooms * 0, rate_off, plain_s, rate_off, num_least, 0)
+            return _Choice(batch.rooms * 0, rate_off, plain_s, rate_off, num_plain, 0)
         lengths = np.minimum(self._menu.lengths(kinds, level, last + 1), batch.rooms)
         best_s, num_tokens = float(seconds[level, last]), int(packed[level, last])
         return _Choice(lengths, rate, best_s, rate_off, num_tokens, int(counts[level, 0]))

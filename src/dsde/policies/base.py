@@ -51,8 +51,28 @@ class Pace:
     """[batch] tokens since then, the first one not counted"""
 
 
+class _Counted:
+    """How much a step does even if nobody drafts."""
+
+    __slots__ = ()
+
+    slots: IntArray
+    num_decoding: int
+    num_prompt_tokens: int
+
+    @property
+    def num_sequences(self) -> int:
+        """That get a token."""
+        return max(self.num_decoding, self.slots.size)
+
+    @property
+    def num_plain_tokens(self) -> int:
+        """That its pass reads."""
+        return max(self.num_sequences + self.num_prompt_tokens, 1)
+
+
 @dataclass(slots=True)
-class BatchView:
+class BatchView(_Counted):
     """The decoding sequences whose length this policy chooses, before anything is drafted. Written by the engine."""
 
     slots: IntArray
@@ -107,7 +127,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Outcome:
+class Outcome(_Counted):
     """What verification found, for the same sequences in the same order as the plan. Written by the engine."""
 
     slots: IntArray

@@ -40,7 +40,7 @@ MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
 NUM_STARTS = 32
 """newest drafts, by which what a draft costs beside its passes is told from what the passes cost"""
-LEAST_ALIKE = 0.2
+MOST_UNLIKE = 0.2
 """share by which sizes may differ whose passes are taken to cost the same"""
 
 _CENTERS: FloatArray = 2.0 ** (np.arange(NUM_BUCKETS) / BUCKETS_PER_OCTAVE)
@@ -195,7 +195,7 @@ class Start:
 
     def _fit(self, size: float) -> None:
         held = self._held[: min(self._num_seen, NUM_STARTS)]
-        num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= LEAST_ALIKE * size].T
+        num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= MOST_UNLIKE * size].T
         ones, others = np.triu_indices(seconds.size, 1)
         apart = num_passes[others] - num_passes[ones]
         tells = apart != 0
@@ -314,7 +314,7 @@ class CostModel:
     def observe(self, outcome: Outcome) -> StepCost:
         """Learn from a step, and say what its seconds were for."""
         num_drafted = max(outcome.num_drafted, int(outcome.drafted.sum()))
-        tokens = count_tokens(outcome) + num_drafted
+        tokens = outcome.num_plain_tokens + num_drafted
         if outcome.verify_s > 0:
             self._verify.observe(tokens, outcome.verify_s)
         verify_s = limit(outcome.verify_s, float(self.verify_s(tokens)))
@@ -335,7 +335,7 @@ class CostModel:
             return 0.0, self._limited_catch_up_s(outcome.draft_s, outcome)
         batch_size = max(num_drafted / passes, 1.0)
         # One token a sequence is what a draft that was accepted whole leaves unread.
-        is_clean = outcome.num_catch_up_tokens <= max(outcome.num_decoding, outcome.slots.size)
+        is_clean = outcome.num_catch_up_tokens <= outcome.num_sequences
         self._num_unclean = 0 if is_clean else self._num_unclean + 1
         if is_clean or self._num_unclean > MOST_UNCLEAN:
             self._draft.observe(batch_size, max(outcome.draft_s - self.start_s, 0.0) / passes)
@@ -396,11 +396,6 @@ class CostModel:
             self._start.seconds = _seconds(saved.get("start_s", 0.0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"this is no saved cost model ({error}); measure again without it") from None
-
-
-def count_tokens(outcome: Outcome) -> int:
-    """What the same step would have verified if nobody had drafted."""
-    return max(outcome.num_decoding, outcome.slots.size) + outcome.num_prompt_tokens
 
 
 def limit(seconds: float, expected: float) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dsde.policies.base import BatchView, IntArray, Outcome, Plan, Stage
-from dsde.policies.cost import CostModel, count_tokens
+from dsde.policies.cost import CostModel
 
 PROBE_SHARE = 0.01
 """of all time, that may be lost to looking at the alternative"""
@@ -145,7 +145,7 @@ class OnOffGate(Stage):
 
     def apply(self, plan: Plan, batch: BatchView) -> None:
         num = batch.slots.size
-        load = self._load(max(batch.num_decoding, num))
+        load = self._load(batch.num_sequences)
         plan.signals["gate_saved"] = np.full(num, load.long.mean)
         if not plan.lengths.any():
             return
@@ -156,10 +156,9 @@ class OnOffGate(Stage):
 
     def observe(self, outcome: Outcome) -> None:
         step = self.cost.observe(outcome)
-        num_decoding = max(outcome.num_decoding, outcome.slots.size)
         if outcome.slots.size == 0 or step.verify_s <= 0:
             return
-        load = self._load(num_decoding)
+        load = self._load(outcome.num_sequences)
         spent_s = step.draft_s + step.catch_up_s + step.verify_s
         load.saved_up_s += PROBE_SHARE * spent_s
         speculated = bool(outcome.drafted.any()) or outcome.num_cut > 0
@@ -174,9 +173,9 @@ class OnOffGate(Stage):
 
     def _judge(self, load: _Load, outcome: Outcome, spent_s: float, excused_s: float) -> None:
         """Take a step that drafted for what it saved."""
-        num_decoding = max(outcome.num_decoding, outcome.slots.size)
+        num_decoding = outcome.num_sequences
         num_foreign = max(outcome.num_drafted - int(outcome.drafted.sum()), 0)
-        base = count_tokens(outcome) + num_foreign
+        base = outcome.num_plain_tokens + num_foreign
         first_s, further_s = self.cost.verify_s([base, num_decoding]).tolist()
         # Plain decoding would have read the prompts once, however many steps it took.
         plain_s = first_s + float(outcome.accepted.sum()) / num_decoding * further_s
@@ -200,7 +199,7 @@ class OnOffGate(Stage):
 
     def _measures_plain(self, load: _Load, batch: BatchView) -> bool:
         """Whether this step, of a batch that speculates, goes without to see what that costs."""
-        num_decoding = max(batch.num_decoding, batch.slots.size)
+        num_decoding = batch.num_sequences
         if self.cost.num_verified(num_decoding) >= NUM_PLAIN and self.cost.age(num_decoding) < LONGEST_UNSEEN:
             return False
         if not self._was_speculating or batch.num_prompt_tokens:
@@ -214,7 +213,7 @@ class OnOffGate(Stage):
         """Whether this step, of a batch that does not speculate, does so to see whether it would pay."""
         if self._was_speculating and load.saved_up_s > 0 and load.short.mean > 0:
             return True
-        base = max(batch.num_decoding, batch.slots.size) + batch.num_prompt_tokens
+        base = batch.num_plain_tokens
         num_drafted, num_passes = int(plan.lengths.sum()), int(plan.lengths.max())
         plain_s, verify_s = self.cost.verify_s([base, base + num_drafted]).tolist()
         catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsde.policies.base import BatchView, FloatArray, IntArray, Outcome, Plan, Policy
-from dsde.policies.cost import CostModel, count_tokens
+from dsde.policies.cost import CostModel
 from dsde.policies.limits import LONGEST, check_choice, check_whole
 from dsde.policies.probe import Probe
 from dsde.policies.slots import SlotTable
@@ -92,7 +92,7 @@ class Goodput(Policy):
 
     def observe(self, outcome: Outcome) -> None:
         step = self.cost.observe(outcome)
-        plain_s = float(self.cost.verify_s(max(count_tokens(outcome), 1)))
+        plain_s = float(self.cost.verify_s(outcome.num_plain_tokens))
         active = outcome.drafted > 0
         if not active.any():
             self._probe.save(plain_s)
@@ -124,11 +124,11 @@ class Goodput(Policy):
         lengths = np.arange(self.max + 1)
         num_with_room = np.add.reduce(batch.rooms[:, None] >= lengths[1:], axis=0)
         gains = num_with_room * min(self.alpha, LARGEST_ALPHA) ** lengths[1:]
-        num_base = max(batch.num_decoding, batch.slots.size)
+        num_base = batch.num_sequences
         expected = num_base + np.concatenate([[0.0], np.add.accumulate(gains)])
         num_drafted = np.concatenate([[0], np.add.accumulate(num_with_room)])
         num_passes = np.minimum(lengths, batch.rooms.max(initial=0))
-        tokens = np.maximum(num_base + batch.num_prompt_tokens + num_drafted, 1)
+        tokens = batch.num_plain_tokens + num_drafted
         draft_s = num_passes * self.cost.draft_s(max(batch.slots.size, 1)) + self.cost.start_s * (num_passes > 0)
         goodputs = expected / (draft_s + self.cost.verify_s(tokens))
         best = int(goodputs.argmax())
@@ -144,8 +144,8 @@ class Goodput(Policy):
         possible = np.flatnonzero(depths <= batch.rooms[:, None])
         order = possible[np.argsort(-chances.ravel()[possible], kind="stable")]
         sorted_chances, sorted_depths = chances.ravel()[order], order % self.max + 1
-        num_base = max(batch.num_decoding, num)
-        verify_s = self.cost.verify_s(np.maximum(num_base + batch.num_prompt_tokens + np.arange(order.size + 1), 1))
+        num_base = batch.num_sequences
+        verify_s = self.cost.verify_s(batch.num_plain_tokens + np.arange(order.size + 1))
         draft_s = float(self.cost.draft_s(max(num, 1)))
         goodput_off = num_base / float(verify_s[0])
         best, best_chosen = goodput_off, order[:0]

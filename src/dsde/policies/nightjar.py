@@ -63,7 +63,7 @@ class Nightjar(Policy):
 
     def plan(self, batch: BatchView) -> Plan:
         num = batch.slots.size
-        context = self._context(max(batch.num_decoding, num))
+        context = self._context(batch.num_sequences)
         switch_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) if self._is_off else 0.0
         if num:
             self._advance(context, switch_s)
@@ -81,7 +81,7 @@ class Nightjar(Policy):
         self._is_off = arm == 0
         if seconds <= 0 or arm > self.max:
             return
-        context = self._context(max(outcome.num_decoding, num))
+        context = self._context(outcome.num_sequences)
         context.seconds[arm] += seconds
         context.num_emitted[arm] += 1 + float(outcome.accepted.sum()) / num
 

@@ -40,7 +40,7 @@ class Probe:
         if batch.rooms.any():
             self._price_s = self._cost_s(batch)
             self._saved_s = min(self._saved_s, 2 * self._price_s)
-            num_tokens = num_plain(batch) + int(np.minimum(self.length(batch), batch.rooms).sum())
+            num_tokens = batch.num_plain_tokens + int(np.minimum(self.length(batch), batch.rooms).sum())
             self.is_under_way = self._saved_s >= self._price_s or self.cost.num_verified(num_tokens) < num_tried
         return self.is_under_way
 
@@ -59,14 +59,9 @@ class Probe:
 
     def _cost_s(self, batch: BatchView) -> float:
         num, length = batch.slots.size, self.length(batch)
-        base = num_plain(batch)
+        base = batch.num_plain_tokens
         verify_s = self.cost.verify_s([base, base + int(np.minimum(length, batch.rooms).sum())])
         catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
         price_s = self.cost.drafting_s(length * num, length) + float(verify_s[1] - verify_s[0]) + catch_up_s
         # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
         return min(price_s, MOST_STEPS * float(verify_s[0]))
-
-
-def num_plain(batch: BatchView) -> int:
-    """Tokens of a step in which nobody drafts."""
-    return max(max(batch.num_decoding, batch.slots.size) + batch.num_prompt_tokens, 1)

@@ -11,6 +11,8 @@ import torch
 
 from dsde import InvalidInput, RequestOutput, SamplingParams
 from dsde.engine.engine import Engine
+from dsde.engine.executor import Landing, Seconds
+from dsde.engine.planning import LengthPlan
 from dsde.engine.scheduler import blocks_for
 from dsde.models.batch import BLOCK_SIZE, pack
 from dsde.models.decoder import Decoder
@@ -538,3 +540,36 @@ def test_models_that_give_nan_do_not_hang_or_crash() -> None:
         output = complete(engine, [[5, 5]], SamplingParams(temperature=temperature, max_tokens=8))[0]
         assert len(output.outputs[0].token_ids) == 8
         assert all(0 <= token < VOCAB for token in output.outputs[0].token_ids)
+
+
+class Alternating(Policy):
+    """Drafts in every second step, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.num_plans = 0
+        self.outcomes: list[Outcome] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        self.num_plans += 1
+        return Plan.wanting(2 * (self.num_plans % 2), batch)
+
+    def observe(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_draft_is_told_what_the_device_waited_for_it_and_nobody_what_is_not_typical(
+    is_cold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Alternating()
+    engine = make_engine(TARGET, DRAFT, policy)
+    observe = engine.planner.observe
+
+    def observe_timed(plan: LengthPlan, drafted: np.ndarray, caught_up: np.ndarray | None, landing: Landing) -> None:
+        landing.seconds, landing.is_cold = Seconds(draft=1.0, target=2.0, accept=3.0, idle=0.5), is_cold
+        observe(plan, drafted, caught_up, landing)
+
+    monkeypatch.setattr(engine.planner, "observe", observe_timed)
+    complete(engine, random_prompts(1, 10, 20), GREEDY)
+    told = {bool(outcome.drafted.any()): (outcome.draft_s, outcome.verify_s) for outcome in policy.outcomes[:-3]}
+    assert told == ({True: (0.0, 0.0), False: (0.0, 0.0)} if is_cold else {True: (1.5, 5.0), False: (1.0, 5.0)})

@@ -278,9 +278,8 @@ def test_a_name_that_is_used_again_is_another_request() -> None:
 def test_what_the_device_does_not_do_is_shared_by_verification_and_draft(waiting_s: float) -> None:
     """vLLM's own work between steps; but not the time in which nobody asked for anything."""
     policy = Recorded([0, 0, 0, 0, 3, 0])
-    controller = make(policy)
     now = [0.0]
-    controller._clock = lambda: now[0]
+    controller = Controller(policy, make(policy).limits, clock=lambda: now[0])
     scheduler = Scheduler(controller, 1)
     decide = controller.decide
     took = iter([0.013] * 4 + [0.026, 0.013])  # 10 ms of each verifies, and 6 ms of the fifth one drafts

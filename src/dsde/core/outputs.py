@@ -47,6 +47,7 @@ class StepRecord:
     signals: dict[str, float | None]
     """the policy's own reasons (DSDE: scale_factor, wvir, mean_kld, sl_max); None where there is none yet"""
     draft_s: float
+    """what a device waited for the host before it included"""
     verify_s: float
     step_s: float
     expected_draft_s: float | None = None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop, StopByWorth
-from dsde.engine.executor import Landing, Seconds
+from dsde.engine.executor import Landing
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
 from dsde.policies import FOREVER, BatchView, Need, Outcome, Pace, Plan, Policy
@@ -109,7 +109,7 @@ class Planner:
         if plan.plan is None:
             return
         rows, verdict = plan.rows, landing.verdict
-        seconds = Seconds() if landing.is_cold else landing.seconds
+        draft_s, verify_s = (0.0, 0.0) if landing.is_cold else (landing.drafting_s, landing.seconds.verify)
         klds = verdict.klds if self.needs_klds else np.empty(0)
         probs = np.empty(0) if landing.token_probs is None else landing.token_probs
         signals = np.empty((0, 3)) if landing.draft_signals is None else landing.draft_signals
@@ -126,8 +126,8 @@ class Planner:
             temperatures=plan.batch.temperatures,
             token_probs=probs,
             draft_signals=signals,
-            draft_s=landing.drafting_s if not landing.is_cold else 0.0,
-            verify_s=seconds.verify,
+            draft_s=draft_s,
+            verify_s=verify_s,
             num_decoding=plan.batch.num_decoding,
             num_prompt_tokens=plan.batch.num_prompt_tokens,
             num_drafted=int(drafted.sum()),

@@ -480,9 +480,11 @@ def kv_values(model: Path) -> int:
 
 
 def capture_sizes(length: int, most: int) -> list[int]:
-    """Tokens to capture CUDA graphs for: of batches on the way, plain and with drafts; as vLLM does, up to 512."""
+    """Tokens to capture CUDA graphs for: of batches on the way, plain, with drafts, and when the draft reads those and
+    one more; as vLLM does, up to 512."""
     batches = [size for size in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256) if size <= most]
-    return sorted({size for batch in batches for size in (batch, batch * (length + 1)) if size <= 512})
+    lengths = (1, length + 1, length + 2) if length else (1,)
+    return sorted({batch * each for batch in batches for each in lengths if batch * each <= 512} | {512})
 
 
 def parse_options() -> argparse.Namespace:

@@ -200,6 +200,8 @@ class Runner:
     def __init__(self) -> None:
         self.lora_config = None
         self.num_spec_tokens = 3
+        self.speculative_config = SimpleNamespace(method="eagle")
+        self.drafter = None
         self.uniform_decode_query_len = 4
         self.scheduler_config = SimpleNamespace(max_num_seqs=8)
         config = SimpleNamespace(max_cudagraph_capture_size=20)

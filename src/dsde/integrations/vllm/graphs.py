@@ -1,7 +1,8 @@
 """CUDA graphs of the target's whole pass for every length that all requests of a batch may share, 0 included.
 
 vLLM captures them for its one fixed length; any other runs in pieces, with the attention of every layer launched by
-itself. A policy that turns drafting off, or chooses shorter lengths, would pay for that at every step.
+itself. A policy that turns drafting off, or chooses shorter lengths, would pay for that at every step. Those of the
+draft, of which vLLM has none, are captured at the same time: draft_graphs.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from bisect import bisect_left
 from typing import Any
 
 from dsde.integrations.vllm import hooks
+from dsde.integrations.vllm.draft_graphs import DraftGraphs, can_capture, record_cuda_graph
 
 logger = logging.getLogger("vllm.dsde")
 
@@ -81,6 +83,26 @@ def capture(
     finally:
         runner.uniform_decode_query_len = dispatcher.uniform_decode_query_len = longest
     logger.info("dsde: %d CUDA graphs for lengths 0 to %d", num, longest - 2)
+    if can_capture(runner):
+        _capture_drafts(runner, longest, max_num_tokens)
+
+
+def _capture_drafts(runner: Any, longest: int, max_num_tokens: int) -> None:
+    drafter = runner.drafter
+    max_num_seqs = runner.scheduler_config.max_num_seqs
+    block_table = runner.input_batch.block_table[drafter.kv_cache_gid].get_device_tensor(1)
+    graphs = DraftGraphs(drafter, block_table, record_cuda_graph)
+    try:
+        # The first pass of a draft reads what the target has verified and the token that it added, others one token.
+        for query_len in range(longest + 1, 0, -1):
+            graphs.capture(query_len, plan_sizes(query_len, max_num_seqs, max_num_tokens))
+    except Exception as error:
+        logger.warning("dsde: the draft goes without CUDA graphs of whole passes: %s", error)
+        return
+    graphs.install()
+    logger.info(
+        "dsde: %d CUDA graphs of the draft, for up to %d tokens of each request", graphs.num_captured, longest + 1
+    )
 
 
 def determine_batch(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,23 +3,35 @@
     python benchmarks/auto_gpu.py --out auto_gpu.json --costs-out costs.json [--time-limit 280]
 
 Random weights in the shapes of an 8B target and a 1B draft; whether a drafted token stands is tossed at its request's
-rate, so the draft's signals tell nothing and history alone decides. All policies serve the same requests in turn, a
-moment each, and the order is turned around in every round: nobody has the shorter contexts, and no batch has an end.
+rate, so the draft's signals tell nothing and history alone decides. All policies, `off` too, take turns on one engine,
+and the order is turned around in every round. Every turn begins with new requests that have the same prompts, rates and
+slots, their prompts in the prefix cache, so that all have contexts alike; what a policy knows of a slot it keeps, as if
+its requests had gone on. Likewise the draft lacks as many tokens as it did when the policy's last turn ended: whoever
+did not draft pays for its own pause, up to the context, and for nobody else's.
+
 Tokens a second are those to be expected of what was drafted, at the rates tossed with: luck is left out, since nothing
-that a policy sees tells it beforehand which coin will fall well. `raw` are those that came.
-The first round is not counted: graphs are captured, and those that learn do. `off` has an engine without a draft.
+that a policy sees tells it beforehand which coin will fall well. `raw` are those that came. They are those of all
+rounds together; ratios are taken within every round, and printed is their mean with its 95 % interval over rounds. The
+first round is not counted: graphs are captured, and those that learn do.
+
+Unlike an engine without a draft, `off` has a policy that the host tells of the batch now and then, and less KV memory,
+which nobody here runs out of. Unlike an engine of their own, fixed lengths draft with the signals that others want. The
+end of requests, and new ones, are not in it.
 
 Everything measured so far is in `--out` after every cell. `--costs-out` is what passes took, by their sizes, for
-`auto.py --costs`.
+`auto.py --costs`: medians over cells of fixed lengths. What catching up takes is measured by itself: tokens that the
+draft had missed, and seconds beyond those of a draft that had missed none.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -28,41 +40,59 @@ import numpy as np
 import torch
 
 from dsde.core.rng import derive_stream
+from dsde.core.sequence import Sequence as TokenSequence
 from dsde.drafting import ModelDrafter
 from dsde.engine.config import EngineConfig
 from dsde.engine.engine import Engine
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.decoder import Decoder
-from dsde.policies import BatchView, Need, Off, Outcome, Plan, Policy, make_policy
+from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
 from dsde.policies.base import IntArray
+from dsde.policies.static import Static
 from dsde.sampling import Sampler
 from dsde.verification.synthetic import kind_of
 from gpu import SHAPES, counters, random_model
 from report import MAX_NUM_BATCHED_TOKENS, Report, Row, items, make_parser, parse, whole
-from vllm_run import PROMPT_TOKENS, random_prompts
 
-LENGTHS = {1: (1, 3, 5, 8), 8: (1, 2, 4, 6), 64: (1, 2, 3, 5), 256: (1, 2, 3)}
+LENGTHS = {1: (1, 2, 3, 4, 6, 8, 10), 64: (1, 2, 3, 4, 6), 256: (1, 2, 3)}
 """static ones by batch size; of another size: those of the largest that is not larger"""
+LEAST_CHANCE = 0.05
+"""that the last token of a static draft stands, of the cell's best requests; longer ones would only take time"""
 MAX_MODEL_LEN = 8192
-NUM_CATCHING_UP = 6
-"""steps at the beginning of a turn that do not count: the draft has yet to read what others wrote"""
-OFF_CONTEXT = 512
-"""tokens of a sequence that the engine without a draft has KV memory for, at the largest batch"""
-LEAST_STEPS = 12
+ROOM = 512
+"""tokens that a sequence of the largest batch has KV memory for beyond its prompt: twice what it writes in a turn, as
+what was written before is what is forgotten first"""
+NUM_SETTLING = 3
+"""steps at the beginning of a turn that do not count: the first was under way already"""
+LEAST_STEPS = 8
 """in a turn that counts"""
+MISSED = (4, 16, 64, 256)
+"""tokens a sequence, to measure catching up with"""
+NUM_CATCH_UPS = 5
+"""of each; those that meet a shape for the first two times tell nothing"""
+LEAST_S = 1e-6
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36}
+"""two-sided 95 % by the number of rounds"""
 
 
 class Turns(Policy):
     """Policies that take turns on one engine. What a step found goes to the one that planned it."""
 
     def __init__(self) -> None:
-        self.current: Policy = Off()
+        self.current: Policy = Static(0)
         self.rates = np.zeros(0)
         """[slots] of the requests there are"""
         self.expected = 0.0
         """tokens that drafts so far were to bring, with those that come anyway"""
+        self.num_plain = 0
+        """steps so far without a draft"""
         self._planned: deque[tuple[IntArray, Policy]] = deque()
         """who planned the steps under way; a plan is known by its batch, and may be that of several steps"""
+
+    def begin(self, rates: np.ndarray) -> None:
+        """All requests are new, and nothing is under way. Nobody drafts until `current` is set."""
+        # Not Off, which would have further steps queued when the next policy's turn comes.
+        self.current, self.rates = Static(0), rates
+        self._planned.clear()
 
     @property
     def needs(self) -> Need:  # type: ignore[override]
@@ -85,195 +115,274 @@ class Turns(Policy):
         self._planned[0][1].observe(outcome)
         rates = self.rates[outcome.slots]
         self.expected += float((1 + rates * (1 - rates**outcome.drafted) / (1 - rates)).sum())
+        self.num_plain += outcome.num_draft_passes == 0
 
     def forget(self, slots: IntArray) -> None:
-        """Nobody ends before a cell does, and with it all policies."""
+        """Their requests have ended, but the next ones are like them."""
+
+
+class CatchUp(Policy):
+    """Drafts one token a step and keeps what drafting took, and how much there was to read before it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, float]] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        return Plan.wanting(1, batch)
+
+    def observe(self, outcome: Outcome) -> None:
+        if outcome.draft_s > 0:  # or a shape was met for the first times
+            self.found.append((outcome.num_catch_up_tokens, outcome.draft_s))
 
 
 class Window:
     """What an engine did since."""
 
-    def __init__(self, engine: Engine, turns: Turns | None) -> None:
+    def __init__(self, engine: Engine, turns: Turns) -> None:
         self.engine, self.turns = engine, turns
-        self.expected = turns.expected if turns else 0.0
-        self.before, self.began = counters(engine.metrics), time.perf_counter()
+        self.before, self.began = self._now(), time.perf_counter()
 
-    def row(self) -> Row:
-        seconds, after = time.perf_counter() - self.began, counters(self.engine.metrics)
-        done = {name: value - self.before[name] for name, value in after.items()}
-        steps, passes = done["num_steps"], done["num_draft_passes"]
-        emitted = done["num_emitted_tokens"]
-        return {
-            "tokens_per_s": (self.turns.expected - self.expected if self.turns else emitted) / seconds,
-            "raw_tokens_per_s": emitted / seconds,
-            "steps": int(steps),
-            "step_ms": 1e3 * seconds / steps,
-            "verify_ms": 1e3 * (done["target_s"] + done["accept_s"]) / steps,
-            "draft_pass_ms": 1e3 * done["draft_s"] / passes if passes else None,
-            "passes_per_step": passes / steps,
-            "drafted_per_step": done["num_draft_tokens"] / steps,
-            "policy_ms": 1e3 * done["plan_s"] / steps,
-            "idle_ms": 1e3 * done["idle_s"] / steps,
-        }
+    def _now(self) -> Counter[str]:
+        now = Counter(counters(self.engine.metrics))
+        now["expected"], now["num_plain"] = self.turns.expected, self.turns.num_plain
+        return now
+
+    def done(self) -> Counter[str]:
+        seconds, after = time.perf_counter() - self.began, self._now()
+        after.subtract(self.before)
+        after["seconds"] = seconds
+        return after
+
+
+def make_row(done: Counter[str]) -> Row:
+    steps, passes, seconds = done["num_steps"], done["num_draft_passes"], done["seconds"]
+    return {
+        "tokens_per_s": done["expected"] / seconds,
+        "raw_tokens_per_s": done["num_emitted_tokens"] / seconds,
+        "steps": int(steps),
+        "cold_steps": int(done["num_cold_steps"]),
+        "plain_share": done["num_plain"] / steps,
+        "step_ms": 1e3 * seconds / steps,
+        "verify_ms": 1e3 * (done["target_s"] + done["accept_s"]) / steps,
+        "draft_pass_ms": 1e3 * done["draft_s"] / passes if passes else None,
+        "passes_per_step": passes / steps,
+        "drafted_per_step": done["num_draft_tokens"] / steps,
+        "catch_up_per_step": done["num_catch_up_tokens"] / steps,
+        "policy_ms": 1e3 * done["plan_s"] / steps,
+        "idle_ms": 1e3 * done["idle_s"] / steps,
+    }
+
+
+class Requests:
+    """A batch that is there whenever a turn begins, always alike."""
+
+    def __init__(self, engine: Engine, turns: Turns, kinds: Sequence[float], num_tokens: int) -> None:
+        self.engine, self.turns, self.kinds = engine, turns, kinds
+        rng = np.random.default_rng(0)
+        # Whole blocks and one more: all that the prefix cache does not have is what a step reads anyway.
+        size = engine.config.max_num_seqs, num_tokens // BLOCK_SIZE * BLOCK_SIZE + 1
+        self._prompts = rng.integers(10, engine.intake.vocab_size, size).tolist()
+        self._seeds = {rate: self._seeds_of(kind) for kind, rate in enumerate(kinds)}
+        self.sequences: list[TokenSequence] = []
+
+    def renew(self, batch: int, rates: Sequence[float], num_missed: IntArray) -> None:
+        """New requests, with these rates in turn, of whose texts the draft has missed so much."""
+        self.end()
+        self.turns.begin(np.resize(rates, batch))
+        for number, prompt in enumerate(self._prompts[:batch]):
+            seed = next(self._seeds[rates[number % len(rates)]])
+            params = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=seed)
+            request = self.engine.requests[self.engine.add(prompt, params)]
+            self.sequences.append(request.completions[0].sequence)
+        while not all(sequence.num_output_tokens for sequence in self.sequences):
+            self.engine.step()
+        assert [sequence.slot for sequence in self.sequences] == list(range(batch)), "slots are given out in order"
+        for sequence, missed in zip(self.sequences, num_missed.tolist(), strict=True):
+            sequence.num_draft_computed = min(sequence.num_draft_computed, max(sequence.num_tokens - missed, 0))
+
+    def num_missed(self) -> IntArray:
+        """[slots] tokens that the draft has yet to read, the newest included."""
+        return np.array([max(s.num_tokens - s.num_draft_computed, 0) for s in self.sequences])
+
+    def step(self, seconds: float, least: int) -> None:
+        end, done = time.perf_counter() + seconds, 0
+        while done < least or time.perf_counter() < end:
+            assert not self.engine.step().finished, "requests ended: turns are too long for the context"
+            assert not self.engine.metrics.num_preemptions, "turns are too long for the KV memory"
+            done += 1
+
+    def end(self) -> None:
+        for sequence in self.sequences:
+            self.engine.abort(sequence.request_id)
+        self.sequences.clear()
+        self.engine.step()
+
+    def _seeds_of(self, kind: int) -> Iterator[int]:
+        return (seed for seed in count() if kind_of(derive_stream(seed, 0), len(self.kinds)) == kind)
 
 
 class Bench:
-    def __init__(self, options: object, report: Report) -> None:
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
         self.options, self.report, self.began = options, report, time.perf_counter()
-        self.kinds = sorted({rate for rates in options.acceptance for rate in rates})
-        device = torch.device(options.device)
-        self.target, self.draft = (
-            random_model(SHAPES[name], options.dtype, device, number) for number, name in enumerate(options.shapes)
-        )
+        kinds = sorted({rate for rates in options.acceptance for rate in rates})
         self.turns = Turns()
-        self.engines: dict[bool, Engine] = {}
-        print(f"models made in {time.perf_counter() - self.began:.1f} s", flush=True)
+        self.engine = self._make_engine(kinds)
+        self.requests = Requests(self.engine, self.turns, kinds, options.context_tokens)
+        self.cell_s: dict[int, float] = {}
+        """that the last cell of a batch size took; before the first of them prompts are read"""
+        print(f"models made in {self.seconds:.1f} s", flush=True)
 
     @property
-    def is_late(self) -> bool:
-        return time.perf_counter() - self.began > self.options.time_limit
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
 
-    def engine(self, drafts: bool) -> Engine:
-        if drafts not in self.engines:
-            sampler, models = Sampler(), [self.target, *([self.draft] if drafts else [])]
-            config = EngineConfig(
-                max_num_seqs=max(self.options.batches),
-                max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-                max_model_len=MAX_MODEL_LEN,
-                kv_cache_bytes=self._kv_bytes(models),
-                synthetic_acceptance=tuple((rate,) for rate in self.kinds),
-            )
-            drafter = None
-            if drafts:
-                num_tokens = config.tokens_per_pass(self.target.device)
-                drafter = ModelDrafter(self.draft, sampler, self.target.config.vocab_size, num_tokens)
-            policy = self.turns if drafts else Off()
-            self.engines[drafts] = Engine(self.target, drafter, policy, None, sampler, config)
-        return self.engines[drafts]
-
-    def _kv_bytes(self, models: list[Decoder]) -> int:
-        per_token = sum(model.config.kv_bytes_per_token(model.dtype) for model in models)
-        # Without a draft an engine serves one policy for a few moments, with one all of them.
-        context = min(MAX_MODEL_LEN, self.options.context_tokens) if len(models) > 1 else OFF_CONTEXT
-        wanted = max(batch * context for batch in self.options.batches)
-        return (max(wanted, MAX_MODEL_LEN) + 16 * BLOCK_SIZE * max(self.options.batches)) * per_token
+    def _make_engine(self, kinds: Sequence[float]) -> Engine:
+        options, device = self.options, torch.device(self.options.device)
+        target, draft = (
+            random_model(SHAPES[name], options.dtype, device, number) for number, name in enumerate(options.shapes)
+        )
+        largest = max(options.batches)
+        # A small batch writes much more in a turn.
+        num_tokens = max(largest * (options.context_tokens + ROOM), 4 * MAX_MODEL_LEN)
+        per_token = sum(model.config.kv_bytes_per_token(model.dtype) for model in (target, draft))
+        config = EngineConfig(
+            max_num_seqs=largest,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            kv_cache_bytes=num_tokens * per_token,
+            synthetic_acceptance=tuple((rate,) for rate in kinds),
+        )
+        sampler = Sampler()
+        drafter = ModelDrafter(draft, sampler, target.config.vocab_size, config.tokens_per_pass(device))
+        return Engine(target, drafter, self.turns, None, sampler, config)
 
     def run(self) -> None:
-        for batch in self.options.batches:
-            off = self._measure_off(batch)
-            for rates in self.options.acceptance:
-                if self.is_late:
+        """Rates by their order, and of each the batches by theirs: those named last are what time runs out for."""
+        for rates in self.options.acceptance:
+            for batch in self.options.batches:
+                if len(rates) > batch:
+                    continue
+                if self.seconds + self.cell_s.get(batch, 0.0) > self.options.time_limit:
                     print("out of time", flush=True)
                     return
-                if len(rates) <= batch:
-                    self._measure(batch, rates, off)
+                began = self.seconds
+                if batch not in self.cell_s:
+                    self._measure_catching_up(batch, rates)
+                    print(f"prompts read and caught up on in {self.seconds - began:.1f} s", flush=True)
+                    began = self.seconds
+                self._measure(batch, rates)
+                self.cell_s[batch] = self.seconds - began
 
-    def _measure_off(self, batch: int) -> Row:
-        engine = self.engine(drafts=False)
-        names = self._add(engine, batch, self.kinds[:1])
-        self._step(engine, self.options.turn_s, LEAST_STEPS)
-        rows = []
-        for _ in range(self.options.rounds):
-            window = Window(engine, None)
-            self._step(engine, self.options.turn_s, LEAST_STEPS)
-            rows.append(window.row())
-        self._end(engine, names)
-        row = _median(rows) | {"batch": batch, "acceptance": "any", "policy": "off"}
-        self._save(row, row, None)
-        return row
+    def _measure_catching_up(self, batch: int, rates: Sequence[float]) -> None:
+        """After it the prefix cache has the prompts, for the draft as well."""
+        self.requests.renew(batch, rates, np.zeros(batch, np.int64))
+        self.turns.current = Static(1)
+        num_read = self.options.context_tokens // BLOCK_SIZE * BLOCK_SIZE
+        while min(sequence.num_draft_computed for sequence in self.requests.sequences) < num_read:
+            self.requests.step(0.0, 1)
+        seconds = defaultdict(list)
+        for missed in MISSED:
+            if missed * batch > MAX_NUM_BATCHED_TOKENS or missed > num_read:
+                continue
+            for _ in range(NUM_CATCH_UPS):
+                policy = CatchUp()
+                self.requests.renew(batch, rates, np.full(batch, missed))
+                self.turns.current = policy
+                self.requests.step(0.0, 2 * NUM_SETTLING)
+                ordinary = [draft_s for tokens, draft_s in policy.found if tokens <= batch]
+                for tokens, draft_s in policy.found:
+                    if tokens > batch and ordinary:
+                        seconds[tokens].append(draft_s - statistics.median(ordinary))
+        for tokens, values in sorted(seconds.items()):
+            # Few tokens may take no longer than the noise, which can be on either side.
+            typical = max(statistics.median(values), LEAST_S)
+            self.report["catch_up"].append({"batch": batch, "tokens": tokens, "seconds": typical, "rounds": values})
 
-    def _measure(self, batch: int, rates: tuple[float, ...], off: Row) -> None:
-        lengths = LENGTHS[max(size for size in LENGTHS if size <= batch)]
-        specs = [*(f"static:{length}" for length in lengths), *self.options.policies]
+    def _measure(self, batch: int, rates: Sequence[float]) -> None:
+        fixed = ["off", *(f"static:{length}" for length in self._lengths(batch, rates))]
+        specs = [*fixed, *self.options.policies]
         policies = {spec: make_policy(spec) for spec in specs}
-        engine = self.engine(drafts=True)
-        names = self._add(engine, batch, list(rates))
-        self.turns.rates = self._rates_by_slot(engine, names, rates)
-        found: dict[str, list[Row]] = defaultdict(list)
+        num_missed = {spec: np.zeros(batch, np.int64) for spec in specs}
+        found: dict[str, list[Counter[str]]] = defaultdict(list)
         for number in range(self.options.rounds + 1):
-            for spec in specs if number % 2 == 0 else specs[::-1]:
+            # Those who want signals come first of all: whatever is captured after them is captured with signals.
+            for spec in specs if number % 2 else specs[::-1]:
+                self.requests.renew(batch, rates, num_missed[spec])
                 self.turns.current = policies[spec]
-                learns = number == 0 and not spec.startswith("static")
-                self._step(engine, (self.options.learn_s if learns else 0.0), NUM_CATCHING_UP)
-                window = Window(engine, self.turns)
-                self._step(engine, 0.0 if number == 0 else self.options.turn_s, LEAST_STEPS)
+                self.requests.step(0.0, NUM_SETTLING)
+                window = Window(self.engine, self.turns)
+                self.requests.step(self._turn_s(spec in fixed, number), LEAST_STEPS)
                 if number:
-                    found[spec].append(window.row())
-        self._end(engine, names)
-        rows = {}
-        for spec in specs:
-            acceptance = "/".join(map(str, rates))
-            rows[spec] = _median(found[spec]) | {"batch": batch, "acceptance": acceptance, "policy": spec}
-        best = max(
-            (row for spec, row in rows.items() if spec.startswith("static")), key=lambda row: row["tokens_per_s"]
-        )
-        for row in rows.values():
-            self._save(row, off, best)
+                    found[spec].append(window.done())
+                num_missed[spec] = self.requests.num_missed()
+        self.requests.end()
+        self._save(batch, rates, found)
 
-    def _add(self, engine: Engine, batch: int, rates: list[float]) -> list[str]:
-        """Requests that have these rates, in turn, and are through with their prompts."""
-        prompts = random_prompts(batch, batch, engine.intake.vocab_size)
-        seeds = {rate: self._seeds(self.kinds.index(rate)) for rate in set(rates)}
-        names = []
-        for number, prompt in enumerate(prompts):
-            seed = next(seeds[rates[number % len(rates)]])
-            params = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=seed)
-            names.append(engine.add(prompt, params))
-        while engine.scheduler.waiting:
-            engine.step()
-        return names
+    def _lengths(self, batch: int, rates: Sequence[float]) -> list[int]:
+        """At least one."""
+        lengths = LENGTHS[max(size for size in LENGTHS if size <= batch)]
+        return [length for length in lengths if length == lengths[0] or max(rates) ** length >= LEAST_CHANCE]
 
-    def _rates_by_slot(self, engine: Engine, names: list[str], rates: tuple[float, ...]) -> np.ndarray:
-        slots = [engine.requests[name].completions[0].sequence.slot for name in names]
-        by_slot = np.zeros(max(slots) + 1)
-        by_slot[slots] = np.resize(rates, len(names))
-        return by_slot
+    def _turn_s(self, is_fixed: bool, number: int) -> float:
+        """Steps of a fixed length are alike, so half the time will do."""
+        if number == 0:
+            return 0.0 if is_fixed else float(self.options.learn_s)
+        return self.options.turn_s / 2 if is_fixed else float(self.options.turn_s)
 
-    def _seeds(self, kind: int) -> Iterator[int]:
-        return (seed for seed in count() if kind_of(derive_stream(seed, 0), len(self.kinds)) == kind)
-
-    def _step(self, engine: Engine, seconds: float, least: int) -> None:
-        end, done = time.perf_counter() + seconds, 0
-        while done < least or time.perf_counter() < end:
-            assert not engine.step().finished, "requests ended: --turn-s is too long for the context"
-            done += 1
-
-    def _end(self, engine: Engine, names: list[str]) -> None:
-        self.turns.current = Off()
-        for name in names:
-            engine.abort(name)
-        engine.step()
-
-    def _save(self, row: Row, off: Row, best: Row | None) -> None:
-        row["vs_off"] = row["tokens_per_s"] / off["tokens_per_s"]
-        row["vs_static"] = row["tokens_per_s"] / best["tokens_per_s"] if best else None
-        self.report["cells"].append(row)
-        self.report["seconds"] = time.perf_counter() - self.began
+    def _save(self, batch: int, rates: Sequence[float], found: dict[str, list[Counter[str]]]) -> None:
+        speeds = {spec: [done["expected"] / done["seconds"] for done in rounds] for spec, rounds in found.items()}
+        best = max((spec for spec in speeds if spec.startswith("static:")), key=lambda spec: sum(speeds[spec]))
+        for spec, rounds in found.items():
+            row = {"batch": batch, "acceptance": "/".join(map(str, rates)), "policy": spec}
+            row |= make_row(sum(rounds, Counter()))
+            row["rounds"], row["best_static"] = speeds[spec], best
+            for name, other in (("vs_off", "off"), ("vs_static", best)):
+                row |= _ratios(name, speeds[spec], speeds[other])
+            self.report["cells"].append(row)
+            print(_line(row), flush=True)
+        self.report["seconds"] = self.seconds
         self.report.save()
         if self.options.costs_out:
-            text = json.dumps(costs(self.report["cells"], self.report["machine"]), indent=1)
-            self.options.costs_out.write_text(text, encoding="utf-8")
-        to_best = "" if best is None else f"{row['vs_static']:9.3f}"
-        numbers = f"{row['tokens_per_s']:10.1f}{row['raw_tokens_per_s']:10.1f}"
-        numbers += f"{row['vs_off']:9.3f}{to_best:>9}{row['spread']:8.1%}"
-        numbers += f"{row['step_ms']:9.3f}{row['verify_ms']:9.3f}{row['draft_pass_ms'] or 0:9.3f}"
-        numbers += f"{row['passes_per_step']:8.2f}{row['drafted_per_step'] / row['batch']:8.2f}{row['policy_ms']:9.3f}"
-        print(f"{row['batch']:5} {row['acceptance']:10} {row['policy']:12}{numbers}", flush=True)
+            table = costs(self.report["cells"], self.report["catch_up"], self.report["machine"])
+            self.options.costs_out.write_text(json.dumps(table, indent=1), encoding="utf-8")
+
+
+def _ratios(name: str, speeds: list[float], others: list[float]) -> Row:
+    """Round by round: all of them, their mean with half the width of its interval, and their median."""
+    ratios = [speed / other for speed, other in zip(speeds, others, strict=True)]
+    error = None
+    if len(ratios) > 1:
+        error = STUDENT.get(len(ratios), 2.0) * statistics.stdev(ratios) / len(ratios) ** 0.5
+    return {
+        name: statistics.mean(ratios),
+        f"{name}_error": error,
+        f"{name}_median": statistics.median(ratios),
+        f"{name}_rounds": ratios,
+    }
 
 
 HEADER = (
-    f"{'batch':>5} {'acceptance':10} {'policy':12}{'tokens/s':>10}{'raw':>10}{'vs off':>9}{'vs best':>9}{'spread':>8}"
-    f"{'step ms':>9}{'verify':>9}{'a pass':>9}{'passes':>8}{'length':>8}{'policy':>9}"
+    f"{'batch':>5} {'acceptance':10} {'policy':10}{'tokens/s':>9}{'vs off':>16}{'vs best static':>16}"
+    f"{'step ms':>8}{'verify':>8}{'a pass':>8}{'passes':>7}{'length':>7}{'plain':>7}"
+    f"{'catch-up':>9}{'policy':>8}{'idle':>7}{'cold':>5}"
 )
 
 
-def _median(rows: list[Row]) -> Row:
-    speeds = [row["tokens_per_s"] for row in rows]
-    middle = sorted(rows, key=lambda row: row["tokens_per_s"])[len(rows) // 2]
-    return {**middle, "tokens_per_s": statistics.median(speeds), "spread": (max(speeds) - min(speeds)) / max(speeds)}
+def _line(row: Row) -> str:
+    """Lengths and tokens caught up on are those of a sequence and a step."""
+    ratios = "".join(f"{row[name]:8.3f} ±{_number(row[f'{name}_error']):6.3f}" for name in ("vs_off", "vs_static"))
+    times = f"{row['step_ms']:8.3f}{row['verify_ms']:8.3f}{_number(row['draft_pass_ms']):8.3f}"
+    sizes = f"{row['passes_per_step']:7.2f}{row['drafted_per_step'] / row['batch']:7.2f}{row['plain_share']:7.1%}"
+    host = f"{row['catch_up_per_step'] / row['batch']:9.2f}{row['policy_ms']:8.3f}{row['idle_ms']:7.3f}"
+    names = f"{row['batch']:5} {row['acceptance']:10} {row['policy']:10}"
+    return f"{names}{row['tokens_per_s']:9.1f}{ratios}{times}{sizes}{host}{row['cold_steps']:5}"
 
 
-def costs(cells: list[Row], machine: str) -> dict[str, object]:
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def costs(cells: list[Row], catch_up: list[Row], machine: str) -> dict[str, object]:
     """Medians over the cells whose sizes are known: no speculation, and fixed lengths."""
     draft, verify, plain, drafting = defaultdict(list), defaultdict(list), [], []
     for row in cells:
@@ -285,36 +394,47 @@ def costs(cells: list[Row], machine: str) -> dict[str, object]:
         (plain if is_off else drafting).append(max(rest_ms, 0.0) / 1e3)
         if not is_off:
             draft[size].append(row["draft_pass_ms"] / 1e3)
+    caught_up = defaultdict(list)
+    for row in catch_up:
+        caught_up[row["tokens"]].append(row["seconds"])
     step_s = statistics.median(plain)
     return {
         "machine": machine,
         "draft": [[size, statistics.median(values)] for size, values in sorted(draft.items())],
         "verify": [[*sizes, statistics.median(values)] for sizes, values in sorted(verify.items())],
+        "catch_up": [[size, statistics.median(values)] for size, values in sorted(caught_up.items())],
         "step_s": step_s,
-        "drafting_s": max(statistics.median(drafting) - step_s, 0.0) if drafting else 0.0,
+        "drafting_s": max(statistics.median(drafting) - step_s, 0.0),
     }
 
 
-def main() -> None:
+def rates_of_cells(text: str) -> list[tuple[float, ...]]:
+    return [tuple(float(rate) for rate in items(part)) for part in text.split(";")]
+
+
+def parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--costs-out", type=Path, help="JSON, rewritten after every cell")
     parser.add_argument("--shapes", type=items, default="8b,1b", help=f"two of {', '.join(SHAPES)}")
-    parser.add_argument("--batches", type=whole, default="1,8,64,256")
+    # The largest first: graphs are captured anew whenever a batch needs more room than any before it.
+    parser.add_argument("--batches", type=whole, default="256,64,8,1", help="in this order, for each of the rates")
     parser.add_argument(
         "--acceptance",
-        type=lambda text: [tuple(float(rate) for rate in part.split(",")) for part in text.split(";")],
-        default="0.3;0.8;0.95;0.95,0.4",
-        help="of a cell's requests; several separated by commas: in turn",
+        type=rates_of_cells,
+        default="0.8;0.95,0.4;0.3;0.95;0.6",
+        help="of a cell's requests, the most important first; several separated by commas: in turn",
     )
-    parser.add_argument("--policies", type=items, default="dsde,auto", help="beside the static lengths")
-    parser.add_argument("--rounds", type=int, default=3, help="that count; the median does")
-    parser.add_argument("--turn-s", type=float, default=0.25)
-    parser.add_argument("--learn-s", type=float, default=1.0, help="first turn of a policy that is not static")
-    parser.add_argument("--context-tokens", type=int, default=1536, help="that there is KV memory for, per sequence")
-    options = parse(parser)
-    print(f"prompts of {PROMPT_TOKENS} tokens", flush=True)
-    report = Report(options, cells=[])
-    bench = Bench(options, report)
+    parser.add_argument("--policies", type=items, default="dsde,auto", help="beside off and the static lengths")
+    parser.add_argument("--rounds", type=int, default=4, help="that count")
+    parser.add_argument("--turn-s", type=float, default=0.25, help="half as long for off and the static lengths")
+    parser.add_argument("--learn-s", type=float, default=1.0, help="first turn of a policy that is neither")
+    parser.add_argument("--context-tokens", type=int, default=512, help="that every turn begins with")
+    return parse(parser)
+
+
+def main() -> None:
+    options = parse_options()
+    bench = Bench(options, Report(options, cells=[], catch_up=[]))
     print(HEADER, flush=True)
     bench.run()
 

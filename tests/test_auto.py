@@ -397,6 +397,22 @@ def test_passes_that_nobody_measured_do_not_put_it_off(num_seqs: int) -> None:
     assert sum(count > 0 for count in drafted[100:]) > 0.95 * len(drafted[100:])
 
 
+def slowed(costs: Costs, factor: float) -> Costs:
+    lines = (Line(factor * line.flat_s, line.num_flat, factor * line.each_s) for line in (costs.draft, costs.verify))
+    return Costs(*lines)
+
+
+@pytest.mark.parametrize("factor", [6.0, 2.0])
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_it_drafts_on_after_somebody_else_has_used_the_machine(num_seqs: int, factor: float) -> None:
+    """What it does meanwhile is measured slow, what it does not is not, and it would stay with the latter for good."""
+    policy = Auto()
+    drive(policy, [0.9] * 100, MEMORY_BOUND, num_seqs)
+    drive(policy, [0.9] * 40, slowed(MEMORY_BOUND, factor), num_seqs)
+    drafted = drive(policy, [0.9] * 100, MEMORY_BOUND, num_seqs)
+    assert sum(count > 0 for count in drafted) > 95
+
+
 def stream(spec: str, telling: bool, num_tokens: int = 128) -> Requests:
     """Requests whose drafts look like what becomes of them, or like nothing at all."""
     requests = make_stream(spec).draw(48, num_tokens, 5)
@@ -429,3 +445,15 @@ def test_a_draft_that_shows_its_doubts_is_worth_more_than_any_fixed_length() -> 
     requests = stream("phases", telling=True)
     speed = simulate(Auto(), requests, MEMORY_BOUND, 1).tokens_per_s
     assert speed > 1.08 * best_static(requests, MEMORY_BOUND, 1)
+
+
+@pytest.mark.parametrize("each_s", [4e-6, 8e-6])
+def test_what_the_draft_missed_is_not_read_for_nothing(each_s: float) -> None:
+    """Near the break-even, in a large batch: whoever begins and ends again pays for the reading every time."""
+    requests = make_stream("blind:iid:0.3").draw(64, 1500, 5)
+    costs = Costs(Line(1.68e-3, 64, 30e-6), Line(6.6e-3, 64, each_s))
+    off, one, speed = (
+        simulate(make_policy(spec), requests, costs, 64).tokens_per_s for spec in ("off", "static:1", "auto")
+    )
+    assert 0.97 < off / one < 1.03
+    assert speed > 0.98 * max(off, one)

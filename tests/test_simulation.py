@@ -141,6 +141,19 @@ def test_ragged_drafting_costs_what_takes_part() -> None:
     assert costs.verify.seconds_of(np.array([1, 4, 6])).tolist() == [10.0, 10.0, 12.0]
 
 
+def test_what_the_draft_missed_is_read_in_its_first_pass_or_as_it_was_measured() -> None:
+    passes = np.array([2, 0, 1])
+    costs = Costs(draft=Line(1.0, 2, 0.5), verify=Line(10.0))
+    assert costs.draft_s(passes, num_missed=4) == (1 + 0.5 * 4) + 1
+    table = {"draft": [[1, 1.0], [3, 2.0]], "verify": [[1, 1, 10.0]]}
+    assert make_costs(json.dumps(table)).draft_s(passes, num_missed=4) == pytest.approx(3.5 + 1.0)
+    measured = make_costs(json.dumps(table | {"catch_up": [[2, 0.5], [8, 3.5]]}))
+    assert measured.draft_s(passes, num_missed=4) == pytest.approx(1.5 + 1.0 + 1.5)
+    assert measured.draft_s(passes) == pytest.approx(1.5 + 1.0)
+    with pytest.raises(InvalidInput, match="the form"):
+        make_costs(json.dumps(table | {"catch_up": [[2, -1.0]]}))
+
+
 # What the policy is shown
 
 
@@ -155,7 +168,7 @@ def test_equals_the_reference(batch_size: int | None, seed: int) -> None:
 
     num_slots = batch_size or 11
     following = list(range(num_slots))
-    positions = [0] * num_slots
+    positions, missed = [0] * num_slots, [0] * num_slots
     num_admitted, num_ended, emitted, total_s = num_slots, 0, 0, 0.0
     forgotten = dict(policy.forgotten)
     for number, (batch, outcome) in enumerate(zip(policy.batches, policy.outcomes, strict=True), start=1):
@@ -183,15 +196,20 @@ def test_equals_the_reference(batch_size: int | None, seed: int) -> None:
         assert outcome.num_drafted == outcome.drafted.sum() == len(klds)
         assert outcome.num_draft_passes == outcome.drafted.max()
         assert outcome.verify_s == costs.verify.seconds(len(klds) + len(batch.slots))
-        assert outcome.draft_s == pytest.approx(
-            sum(costs.draft.seconds(int((outcome.drafted > j).sum())) for j in range(outcome.num_draft_passes))
-        )
+        num_missed = 0
+        for slot, drafted in zip(batch.slots.tolist(), outcome.drafted, strict=True):
+            num_missed += missed[slot] if drafted else 0
+            missed[slot] = 0 if drafted else missed[slot] + 1
+        assert outcome.num_catch_up_tokens == num_missed
+        sizes = [int((outcome.drafted > j).sum()) for j in range(outcome.num_draft_passes)]
+        sizes[:1] = [size + num_missed for size in sizes[:1]]
+        assert outcome.draft_s == pytest.approx(sum(map(costs.draft.seconds, sizes)))
         total_s += outcome.draft_s + outcome.verify_s
         assert sorted(forgotten.get(number, [])) == sorted(ended)
         num_ended += len(ended)
         for slot in ended:
             if batch_size is not None:
-                following[slot], positions[slot] = num_admitted, 0
+                following[slot], positions[slot], missed[slot] = num_admitted, 0, 0
                 num_admitted += 1
     assert num_ended == result.num_requests >= 11
     assert result.num_emitted == emitted == result.num_turns + result.num_accepted

@@ -11,6 +11,7 @@ rejection are learnt from; those behind it were never tested. Knows nothing of c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,25 +49,30 @@ IDLE_MEMORY = 128.0
 LOWEST, HIGHEST = 0.005, 0.995
 """outlooks"""
 
+_PRIOR: FloatArray = np.eye(2 + NUM_LOOKS) * PRIOR_PRECISION
+
 
 @dataclass
 class _Sequences(SlotTable):
-    num_accepted: FloatArray
-    """[slots, memories] fading sums, like the next"""
-    num_tested: FloatArray
-    evidence: FloatArray
-    """log-probability of what was found, by memory, fading"""
+    sums: FloatArray
+    """[slots, 3, memories] fading: tokens accepted, tokens tested, and the log-probability of what was found; in one,
+    since looking up a few slots takes as long as working with them"""
+
+    def of(self, slots: IntArray) -> FloatArray:
+        """[slots, 3, memories] a copy"""
+        self.cover(slots)
+        return self.sums[slots]
 
 
 class AcceptanceModel:
     def __init__(self) -> None:
         self.weights = PRIOR_WEIGHTS.copy()
-        self._information = np.eye(2 + NUM_LOOKS) * PRIOR_PRECISION
+        self._information = _PRIOR.copy()
         self._num_accepted, self._num_tested = PRIOR_RATE * PRIOR_VOICES, PRIOR_VOICES
         self._evidence = np.zeros(MEMORIES.size)
         """log-probability of what was found, by memory, fading"""
         self._num_contested = 1.0
-        self._sequences = _Sequences(*(np.zeros((1, MEMORIES.size)) for _ in range(3)))
+        self._sequences = _Sequences(np.zeros((1, 3, MEMORIES.size)))
 
     @property
     def rate(self) -> float:
@@ -75,10 +81,10 @@ class AcceptanceModel:
 
     def outlooks(self, slots: IntArray) -> tuple[FloatArray, FloatArray]:
         """[slots] chance of a position that nobody has looked at yet, and how far off that may well be."""
-        self._sequences.cover(slots)
-        num_tested = self._sequences.num_tested[slots] + STRENGTHS
-        guesses = (self._sequences.num_accepted[slots] + STRENGTHS * self.rate) / num_tested
-        trust = self._trust(slots)
+        sums = self._sequences.of(slots)
+        num_tested = sums[:, 1] + STRENGTHS
+        guesses = (sums[:, 0] + STRENGTHS * self.rate) / num_tested
+        trust = self._trust(sums[:, 2])
         outlooks = np.minimum(np.maximum(np.add.reduce(guesses * trust, axis=1), LOWEST), HIGHEST)
         return outlooks, np.sqrt(outlooks * (1 - outlooks) / np.add.reduce(num_tested * trust, axis=1))
 
@@ -92,66 +98,71 @@ class AcceptanceModel:
         slots, accepted = outcome.slots, outcome.accepted
         num_tested = np.minimum(accepted + 1, outcome.drafted)
         total = int(num_tested.sum())
-        outlooks = self._observe_sequences(slots, accepted[:, None], num_tested[:, None], total)
+        # A rest is a long time for whoever did not draft.
+        ages = np.maximum(num_tested, outcome.num_steps)
+        outlooks = self._observe_sequences(slots, accepted[:, None], num_tested[:, None], ages[:, None], total)
         if not total:
-            self._fade()
+            self._fade(outcome.num_steps)
             return
         self._learn_weights(outcome, num_tested, self._history(outlooks))
 
     def forget(self, slots: IntArray) -> None:
         self._sequences.reset(slots)
 
-    def _fade(self) -> None:
+    def _fade(self, num_steps: int) -> None:
         """Nobody drafts: what was found of everybody is of yesterday soon, and few new findings must outweigh it."""
-        kept = float(np.exp(-1 / IDLE_MEMORY))
+        kept = math.exp(-num_steps / IDLE_MEMORY)
         kept_rate = max(kept, min(PRIOR_VOICES / self._num_tested, 1.0))
         self._num_accepted, self._num_tested = kept_rate * self._num_accepted, kept_rate * self._num_tested
         kept_trust = max(kept, min(LEAST_CONTESTED / self._num_contested, 1.0))
         self._evidence, self._num_contested = kept_trust * self._evidence, kept_trust * self._num_contested
 
-    def _trust(self, slots: IntArray) -> FloatArray:
+    def _trust(self, evidence: FloatArray) -> FloatArray:
         """[slots, memories] by how well they foretold of late: these sequences, and all."""
-        evidence = self._sequences.evidence[slots] + self._evidence * (OTHERS / self._num_contested)
+        evidence = evidence + self._evidence * (OTHERS / self._num_contested)
         trust = np.exp(evidence - np.maximum.reduce(evidence, axis=1)[:, None])
         trusts: FloatArray = trust / np.add.reduce(trust, axis=1)[:, None]
         return trusts
 
     def _history(self, outlooks: FloatArray) -> FloatArray:
         """How far, in log-odds, a sequence is from everybody."""
-        history: FloatArray = np.log(outlooks / (1 - outlooks)) - np.log(self.rate / (1 - self.rate))
+        history: FloatArray = np.log(outlooks / (1 - outlooks)) - math.log(self.rate / (1 - self.rate))
         return history
 
-    def _observe_sequences(self, slots: IntArray, accepted: IntArray, num_tested: IntArray, total: int) -> FloatArray:
+    def _observe_sequences(
+        self, slots: IntArray, accepted: IntArray, num_tested: IntArray, ages: IntArray, total: int
+    ) -> FloatArray:
         """Returns the outlooks before."""
-        sequences = self._sequences
-        sequences.cover(slots)
-        were_accepted, were_tested = sequences.num_accepted[slots], sequences.num_tested[slots]
-        guesses = (were_accepted + STRENGTHS * self.rate) / (were_tested + STRENGTHS)
+        sums = self._sequences.of(slots)
+        all_accepted, all_tested, evidence = sums[:, 0], sums[:, 1], sums[:, 2]
+        guesses = (all_accepted + STRENGTHS * self.rate) / (all_tested + STRENGTHS)
         guesses = np.minimum(np.maximum(guesses, LOWEST), HIGHEST)
-        outlooks: FloatArray = np.add.reduce(guesses * self._trust(slots), axis=1)
-        kept = np.exp(-np.maximum(num_tested, 1) / MEMORIES)
-        sequences.num_accepted[slots] = kept * were_accepted + accepted
-        sequences.num_tested[slots] = kept * were_tested + num_tested
+        outlooks: FloatArray = np.add.reduce(guesses * self._trust(evidence), axis=1)
+        sums[:, :2] *= np.exp(-ages / MEMORIES)[:, None]
+        all_accepted += accepted
+        all_tested += num_tested
         if total:
             # Every sequence counts about once, or those that draft much, because they are easy, would speak for all.
-            shares = 1 / (sequences.num_tested[slots, -1] + ONE_VOICE)
-            voices = float(shares @ sequences.num_tested[slots, -1])
-            kept_rate = np.exp(-voices / RATE_MEMORY)
-            self._num_accepted = kept_rate * self._num_accepted + float(shares @ sequences.num_accepted[slots, -1])
+            shares = 1 / (all_tested[:, -1] + ONE_VOICE)
+            voices = float(shares @ all_tested[:, -1])
+            kept_rate = math.exp(-voices / RATE_MEMORY)
+            self._num_accepted = kept_rate * self._num_accepted + float(shares @ all_accepted[:, -1])
             self._num_tested = kept_rate * self._num_tested + voices
             found = accepted * np.log(guesses) + (num_tested - accepted) * np.log1p(-guesses)
-            faded = np.exp(-total / CONTEST)
+            faded = math.exp(-total / CONTEST)
             self._evidence = faded * self._evidence + np.add.reduce(found, axis=0)
             self._num_contested = faded * self._num_contested + total
-            sequences.evidence[slots] = np.exp(-num_tested / OWN_CONTEST) * sequences.evidence[slots] + found
+            evidence *= np.exp(-num_tested / OWN_CONTEST)
+            evidence += found
+        self._sequences.sums[slots] = sums
         return outlooks
 
     def _learn_weights(self, outcome: Outcome, num_tested: IntArray, history: FloatArray) -> None:
         """One step of Newton's method, where the curvature is that of everything seen so far, fading."""
         places, owners, stood = _tested(outcome, num_tested)
         signals = outcome.draft_signals[places]
-        is_known = np.isfinite(signals).all(axis=1)
-        if not is_known.all():
+        if not np.isfinite(signals).all():
+            is_known = np.isfinite(signals).all(axis=1)
             signals, owners, stood = signals[is_known], owners[is_known], stood[is_known]
         looks = np.empty((stood.size, 2 + NUM_LOOKS))
         looks[:, 0] = 1.0
@@ -160,9 +171,8 @@ class AcceptanceModel:
         looks[:, 3:] = signals[:, 1:]
         chances = 1 / (1 + np.exp(-(looks @ self.weights)))
         missing, doubts = stood - chances, chances * (1 - chances)
-        kept = np.exp(-missing.size / MEMORY)
-        prior = (1 - kept) * PRIOR_PRECISION * np.eye(2 + NUM_LOOKS)
-        self._information = kept * self._information + prior + looks.T @ (looks * doubts[:, None])
+        kept = math.exp(-missing.size / MEMORY)
+        self._information = kept * self._information + (1 - kept) * _PRIOR + looks.T @ (looks * doubts[:, None])
         self.weights += np.linalg.solve(self._information, looks.T @ missing)
 
 

@@ -7,6 +7,7 @@ learnt while serving. Knows nothing of models, of tokens or of what is being wri
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +24,10 @@ NUM_TRIED = 2
 """measurements of a size before it is believed"""
 FIRST_REACH = 1
 """tokens that the first drafts may have; twice as many after every step that drafted"""
-LONGEST_REST = 64
-"""steps without drafts, known to be such beforehand"""
 MOST_BLIND = 8
 """steps without drafts that are made only to have them measured, one after the other; some engines measure nothing"""
+URGENCY = 10.0
+"""how much more of the time goes into probes that drafting would save, as it seems: a tenth of it"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -41,6 +42,7 @@ class _Choice:
     seconds: float
     """that such a step takes"""
     rate_off: float
+    """tokens per second of a step without drafts"""
     num_tokens: int
     """that would be verified"""
     num_first: int
@@ -58,6 +60,8 @@ class _Draft:
     is_probing: bool
     is_blind: bool
     """made without drafts because nobody knows what that costs"""
+    foregone_s: float
+    """that drafting is believed to save, and nobody does"""
 
     def fits(self, batch: BatchView) -> bool:
         mine = self.batch
@@ -92,7 +96,7 @@ class Auto(Policy):
         self._gain = 1.0
         """realised over planned rate while drafting, lately"""
         self._reach = min(FIRST_REACH, max)
-        self._probe = Probe(self.cost, max)
+        self._probe = Probe(self.cost, max, welcomes=True)
         self._menu = Menu(max)
         self._current: _Draft | None = None
         self._next: _Draft | None = None
@@ -100,6 +104,9 @@ class Auto(Policy):
         """outcomes of the current plan"""
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
+        self._drafts = False
+        self._foregone_s = 0.0
+        """that drafting would have saved since it was last believed to save nothing"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
 
     @property
@@ -137,6 +144,7 @@ class Auto(Policy):
         self._drop_next()
         self.acceptance.forget(slots)
         self.cost.forget(slots)
+        self._probe.forget(slots)
 
     def _drop_next(self) -> None:
         if self._next is not None and self._next.is_probing:
@@ -156,58 +164,59 @@ class Auto(Policy):
         self.acceptance.observe(outcome)
         if draft.is_probing:
             self._probe.end(step, plain_s)
-        kept = float(np.exp(-1 / GAIN_MEMORY))
+        self._foregone_s = self._foregone_s + draft.foregone_s if draft.foregone_s else 0.0
+        kept = math.exp(-outcome.num_steps / GAIN_MEMORY)
         if not outcome.drafted.any() and not outcome.num_draft_passes:
-            self._probe.save(plain_s)
+            # Before what is believed costs much it is looked at once more, and again.
+            self._probe.save(outcome.num_steps * (plain_s + URGENCY * draft.foregone_s))
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
             return
         self._reach = min(2 * self._reach, self.max)
         seconds = step.draft_s + step.verify_s
-        if draft.planned_rate > 0 and seconds > 0:
+        if draft.planned_rate > 0 and seconds > 0 and step.is_typical:
             emitted = float(outcome.accepted.sum()) + outcome.num_sequences
             gain = emitted / (seconds * draft.planned_rate)
-            self._gain = float(np.clip(kept * self._gain + (1 - kept) * gain, 0.5, 2.0))
+            self._gain = min(max(kept * self._gain + (1 - kept) * gain, 0.5), 2.0)
 
     def _draft(self, batch: BatchView) -> _Draft:
         """The plan for such a batch by all that is known."""
         outlooks, doubts = self.acceptance.outlooks(batch.slots)
         # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
-        # the same way.
+        # the same way. While nobody drafts there are probes for that.
         doubts /= np.sqrt(max(batch.slots.size, 1))
-        choice = self._choose(batch, np.minimum(outlooks + doubts, HIGHEST))
+        choice = self._choose(batch, np.minimum(outlooks + doubts, HIGHEST) if self._drafts else outlooks)
         # Whoever begins with drafts compares them with a step that was never made, and a wrong guess of that lasts.
         is_blind = self._num_blind < MOST_BLIND and self.cost.is_below(batch.num_plain_tokens)
-        pays = not is_blind and choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
-        num_emitted = batch.num_sequences + _num_accepted(outlooks, choice.lengths)
+        foregone_s = 0.0 if is_blind else self._decide(batch, choice)
+        pays = self._drafts and not is_blind and bool(choice.lengths.any())
+        chosen = choice.lengths if pays else choice.lengths * 0
+        num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
         planned_rate = num_emitted / choice.seconds if pays else 0.0
         rate = max(planned_rate * self._gain, choice.rate_off)
-        if pays:
-            # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones: they are
-            # priced before anything has been measured.
-            lengths = np.where(choice.lengths > 0, np.minimum(2 * choice.lengths + 2, self._reach), 0)
-        else:
-            lengths = choice.lengths * 0
+        # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones: they are priced
+        # before anything has been measured.
+        lengths = np.where(chosen > 0, np.minimum(2 * chosen + 2, self._reach), 0)
         is_probing = not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
-            lengths = lengths + self._probe.length(batch)
+            lengths = self._probe.lengths
         verify_s, each_s, pass_s = self._prices(choice, rate)
         ones = np.ones(batch.slots.size)
         plan = Plan(
             lengths=lengths,
-            predicted=choice.lengths.astype(np.float64),
+            predicted=chosen.astype(np.float64),
             votes=ones.astype(np.bool_),
             signals={
                 "outlook": outlooks,
-                "gain_of_last": outlooks**choice.lengths,
-                "gain_of_next": outlooks ** (choice.lengths + 1),
+                "gain_of_last": outlooks**chosen,
+                "gain_of_next": outlooks ** (chosen + 1),
                 "cost_of_token": rate * (verify_s + each_s) * ones,
                 "cost_of_pass": rate * pass_s * ones,
                 "rate": rate * ones,
                 "rate_off": choice.rate_off * ones,
             },
         )
-        if not pays and not is_probing and not is_blind:
-            plan.num_resting = min(self._probe.num_steps_left(choice.seconds), LONGEST_REST)
+        if not pays and not is_probing and not is_blind and not foregone_s:
+            plan.num_resting = self._probe.num_steps_left(batch.num_sequences / choice.rate_off)
         if pays:
             plan.stop = StopByWorth(
                 weights=self.acceptance.weights[2:].copy(),
@@ -217,14 +226,32 @@ class Auto(Policy):
                 go_on_above=rate * (verify_s + each_s),
                 pass_above=rate * pass_s,
             )
-        return _Draft(batch, plan, planned_rate, is_probing, is_blind)
+        return _Draft(batch, plan, planned_rate, is_probing, is_blind, foregone_s)
+
+    def _decide(self, batch: BatchView, choice: _Choice) -> float:
+        """Whether to draft; if not, seconds a step that drafting is believed to save all the same.
+
+        Nobody begins again before these have summed up to what beginning costs: the draft has to read what it missed,
+        and where drafts bring as much as they cost it would read that for nothing, time and again.
+        """
+        rate = choice.rate * self._gain
+        if rate <= choice.rate_off:
+            self._drafts = False
+            return 0.0
+        num_behind = self.cost.num_behind(batch.slots[choice.lengths > 0])
+        if self._drafts or self._foregone_s >= float(self.cost.catch_up_s(num_behind)):
+            self._drafts = True
+            return 0.0
+        return batch.num_sequences * (1 / choice.rate_off - 1 / rate)
 
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
         num_base, num_plain = batch.num_sequences, batch.num_plain_tokens
         kinds = self._menu.kinds(outlooks)
         counts, drafted, gains = self._menu.totals(kinds)
         packed = num_plain + drafted
-        draft_s = np.where(counts > 0, self.cost.draft_s(np.maximum(counts, 1)), 0.0)
+        # Hundreds of choices, but never more sequences in a pass than there are.
+        pass_s = np.concatenate(([0.0], self.cost.draft_s(np.arange(1.0, kinds.size + 1))))
+        draft_s = pass_s[counts.astype(np.intp)]
         seconds = self.cost.start_s + np.add.accumulate(draft_s, axis=1) + self.cost.verify_s(packed)
         rates = (num_base + gains) / seconds
         level, last = divmod(int(rates.argmax()), self.max)
@@ -243,15 +270,16 @@ class Auto(Policy):
         half = max(int(choice.lengths.sum()) // 2, 1)
         most = choice.num_tokens + (half if self.cost.is_measured(choice.num_tokens + half) else 0)
         least = max(choice.num_tokens - half, 1)
-        verify_s = self.cost.verify_s([least, choice.num_tokens, most])
-        token_s = float(verify_s[2] - verify_s[0]) / max(most - least, 1)
+        least_s = float(self.cost.verify_s(least))
+        token_s = (float(self.cost.verify_s(most)) - least_s) / max(most - least, 1)
         if rate * token_s >= 1:
             # Nobody would be worth that, not even those chosen because they are: the bend lies behind them.
-            token_s = float(verify_s[1] - verify_s[0]) / max(choice.num_tokens - least, 1)
+            token_s = (float(self.cost.verify_s(choice.num_tokens)) - least_s) / max(choice.num_tokens - least, 1)
         num = max(choice.num_first, 1)
-        draft_s = self.cost.draft_s([max(num // 2, 1), num])
-        each_s = float(draft_s[1] - draft_s[0]) / max(num - num // 2, 1) if num > 1 else 0.0
-        return token_s, each_s, float(draft_s[1]) - num * each_s
+        draft_s, each_s = float(self.cost.draft_s(num)), 0.0
+        if num > 1:
+            each_s = (draft_s - float(self.cost.draft_s(num // 2))) / (num - num // 2)
+        return token_s, each_s, draft_s - num * each_s
 
 
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:

@@ -14,195 +14,20 @@ from numpy.typing import ArrayLike
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import FloatArray, IntArray, Outcome
+from dsde.policies.curve import Curve
 from dsde.policies.slots import SlotTable
+from dsde.policies.start import Start
+from dsde.policies.tempo import NUM_ALIKE, Tempo
 
-BUCKETS_PER_OCTAVE = 4
-"""sizes 1 to 9 have a bucket each; above, a bucket spans 19 %"""
-NUM_BUCKETS = 1 + 17 * BUCKETS_PER_OCTAVE
-NUM_HELD = 31
-"""newest measurements of every bucket: their median is off by about a fifth of the noise of one"""
-NUM_TRUSTED = 2
-"""measurements before a bucket counts beside others: the first of a shape may have compiled something"""
-LONGEST_SILENCE = 4096
-"""measurements elsewhere after which a bucket is forgotten: the load, and the machine, may have changed"""
-LONGEST_PAUSE = 512
-"""measurements elsewhere after which a new one of a bucket replaces the old ones instead of joining them"""
-WOBBLE = 0.005
-"""share by which a bucket may have moved before seconds are worked out again"""
 VERIFY_S = 0.01
-KNEE = 256.0
-"""tokens up to which a verification is taken to cost the same: below it, reading the weights is what takes time"""
 DRAFT_SHARE = 0.1
 """of a verification, that a draft pass is taken to cost until one has been measured"""
 LARGEST_EXCESS = 10.0
 """a part of a step that took longer than this many times the model's estimate is counted as that many"""
 MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
-NUM_STARTS = 32
-"""newest drafts, by which what a draft costs beside its passes is told from what the passes cost"""
-MOST_UNLIKE = 0.2
-"""share by which sizes may differ whose passes are taken to cost the same"""
-
-_CENTERS: FloatArray = 2.0 ** (np.arange(NUM_BUCKETS) / BUCKETS_PER_OCTAVE)
-_FLAT_THEN_LINEAR: FloatArray = np.maximum(_CENTERS, KNEE) / KNEE
-
-
-class Curve:
-    """Seconds against size: flat then linear, times a ratio that is measured per bucket of sizes.
-
-    A bucket holds the ratios of its newest measurements to the prior shape, and stands for their median: a step that
-    compiled or was preempted does not move it. Elsewhere seconds are the least that is plausible for a curve that is
-    flat first and never bends down: between measured sizes a straight line, or the prior shape where that is lower;
-    above them the prior shape, or a straight line from the size half as large where that is higher; below them in
-    proportion to the size. So one size alone fixes the level. Nothing costs more than anything larger: of two buckets
-    that contradict this the smaller size is lowered, because a step is slow by accident but hardly ever fast.
-    """
-
-    def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:
-        """With `is_flat_below`, sizes below the smallest measured cost as much as that."""
-        self.prior_s = prior_s
-        self.is_flat_below = is_flat_below
-        self._held = np.zeros((NUM_BUCKETS, NUM_HELD))
-        self._num_seen = np.zeros(NUM_BUCKETS, np.int64)
-        self._seen_at = np.zeros(NUM_BUCKETS, np.int64)
-        self._ratios = np.ones(NUM_BUCKETS)
-        self._used = np.ones(NUM_BUCKETS)
-        """ratios that the table was made of"""
-        self._rebuild_at = 0
-        self._largest = 0.0
-        self._table = prior_s * _FLAT_THEN_LINEAR
-        self._is_stale = False
-        self.num_measured = 0
-
-    def observe(self, size: float, seconds: float) -> None:
-        if not (math.isfinite(seconds) and seconds >= 0 and size >= 1):
-            return
-        index = _bucket(size)
-        if self.num_measured - self._seen_at[index] > LONGEST_PAUSE:
-            self._num_seen[index] = 0
-        self._held[index, self._num_seen[index] % NUM_HELD] = seconds / (self.prior_s * max(size, KNEE) / KNEE)
-        self._num_seen[index] += 1
-        self.num_measured += 1
-        self._seen_at[index] = self.num_measured
-        self._ratios[index] = self._typical(index)
-        # Not for every wobble of a median: working the table out again is what takes time.
-        used = self._used[index]
-        has_moved = abs(self._ratios[index] - used) > WOBBLE * used or self._num_seen[index] <= NUM_TRUSTED
-        self._is_stale |= bool(has_moved) or self.num_measured >= self._rebuild_at
-
-    def seconds(self, sizes: ArrayLike) -> FloatArray:
-        """What these sizes cost; the last two knots go on as a line, so that nothing is too large."""
-        if self._is_stale:
-            self._rebuild()
-        sizes = np.asarray(sizes, np.float64)
-        scale = np.maximum(sizes / _CENTERS[-1], 1.0)
-        return np.asarray(np.interp(sizes, _CENTERS, self._table) * scale)
-
-    def num_near(self, size: float) -> int:
-        """Measurements made at about this size."""
-        return int(self._num_seen[_bucket(size)])
-
-    def num_at_most(self, size: float) -> int:
-        """Measurements made at about this size, or below it."""
-        return int(self._num_seen[: _bucket(size) + 1].sum())
-
-    def age(self, size: float) -> int:
-        """Measurements made since the last one at about this size."""
-        return self.num_measured - int(self._seen_at[_bucket(size)])
-
-    @property
-    def sizes(self) -> FloatArray:
-        """Those measured."""
-        return _CENTERS[self._num_seen > 0]
-
-    @property
-    def largest(self) -> float:
-        """Of those measured, as the table knows them; 0: none."""
-        return self._largest
-
-    def _typical(self, index: int) -> float:
-        num = min(int(self._num_seen[index]), NUM_HELD)
-        held = sorted(self._held[index, :num].tolist())
-        return float(held[0] if num <= NUM_TRUSTED else held[(num - 1) // 2])
-
-    def _rebuild(self) -> None:
-        silent = self.num_measured - self._seen_at > LONGEST_SILENCE
-        self._num_seen[silent] = 0
-        known = self._num_seen >= NUM_TRUSTED
-        if not known.any():
-            known = self._num_seen > 0
-        places = np.flatnonzero(known)
-        ratios = np.interp(np.arange(NUM_BUCKETS), places, self._ratios[places])
-        table = self.prior_s * ratios * _FLAT_THEN_LINEAR
-        first, last = int(places[0]), int(places[-1])
-        self._largest = float(_CENTERS[last])
-        between = slice(first, last + 1)
-        table[between] = np.minimum(table[between], np.interp(_CENTERS[between], _CENTERS[places], table[places]))
-        table[:first] = table[first] * (1.0 if self.is_flat_below else _CENTERS[:first] / _CENTERS[first])
-        far = places[places <= last - BUCKETS_PER_OCTAVE]
-        if far.size:
-            slope = (table[last] - table[far[-1]]) / (_CENTERS[last] - _CENTERS[far[-1]])
-            table[last:] = np.maximum(table[last:], table[last] + slope * (_CENTERS[last:] - _CENTERS[last]))
-        self._table = np.minimum.accumulate(table[::-1])[::-1]
-        self._used[:] = self._ratios
-        self._rebuild_at = self.num_measured + NUM_HELD
-        self._is_stale = False
-
-    def to_dict(self) -> dict[str, list[float]]:
-        """Measured ratios by bucket, oldest first."""
-        held = {}
-        for index in np.flatnonzero(self._num_seen):
-            num_seen = int(self._num_seen[index])
-            num = min(num_seen, NUM_HELD)
-            held[str(index)] = self._held[index, np.arange(num_seen - num, num_seen) % NUM_HELD].tolist()
-        return held
-
-    def restore(self, held: dict[str, list[float]]) -> None:
-        for name, ratios in held.items():
-            index, values = int(name), np.array(ratios, np.float64)
-            if not (0 <= index < NUM_BUCKETS and 0 < values.size <= NUM_HELD and np.isfinite(values).all()):
-                raise ValueError(name)
-            if (values < 0).any():
-                raise ValueError(name)
-            self._held[index, : values.size] = values
-            self._num_seen[index] = values.size
-            self.num_measured += values.size
-            self._ratios[index] = self._typical(index)
-        self._seen_at[self._num_seen > 0] = self.num_measured
-        self._is_stale = bool(held)
-
-
-class Start:
-    """Seconds that a draft takes once, whatever its length: the host decides, and the device waits.
-
-    Told from its passes as soon as drafts of about the same size differ in length: a straight line through the newest
-    of them, by the medians of its slopes and heights, which a few steps that were held up do not move. Never more than
-    half of a draft just seen: under another load what was learnt is wrong, and the passes would cost nothing.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._held = np.zeros((NUM_STARTS, 3))
-        self._num_seen = 0
-
-    def observe(self, num_passes: int, size: float, seconds: float) -> None:
-        """A draft took this, with passes of so many sequences."""
-        self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
-        self._num_seen += 1
-        if self._num_seen % 4 == 0:
-            self._fit(size)
-        self.seconds = min(self.seconds, seconds / 2)
-
-    def _fit(self, size: float) -> None:
-        held = self._held[: min(self._num_seen, NUM_STARTS)]
-        num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= MOST_UNLIKE * size].T
-        ones, others = np.triu_indices(seconds.size, 1)
-        apart = num_passes[others] - num_passes[ones]
-        tells = apart != 0
-        if np.count_nonzero(tells) < NUM_STARTS // 2:
-            return
-        slope = max(float(np.median((seconds[others] - seconds[ones])[tells] / apart[tells])), 0.0)
-        self.seconds = max(float(np.median(seconds - slope * num_passes)), 0.0)
+MOST_ASIDE = 16
+"""steps that are not learnt from before it is known whether the machine has changed"""
 
 
 @dataclass(slots=True)
@@ -214,6 +39,8 @@ class StepCost:
     catch_up_s: float
     """reading what the sequences gained while they did not draft; a new sequence's prompt, too"""
     verify_s: float
+    is_typical: bool = True
+    """False: it was held up, or the machine has just become slower or faster"""
 
 
 @dataclass
@@ -241,6 +68,9 @@ class CostModel:
     Steps in which a sequence had to catch up (after a pause, or because it is new) say nothing of a draft pass, and are
     used for `catch_up_s`. Under a load where there is always somebody new they count after all.
 
+    Where several steps in a row take longer, or shorter, than they are known to, the machine is taken to have changed
+    as a whole, and everything costs as many times as much: sizes not in use just now would never be put right.
+
     One model belongs to one policy or stage, which hands every outcome to `observe`.
     """
 
@@ -255,6 +85,9 @@ class CostModel:
         self._draft = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
         self._start = Start()
+        self._tempo = Tempo()
+        self._aside: list[Outcome] = []
+        """steps that may be the first of a machine that has changed"""
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
         self._num_unclean = 0
 
@@ -285,15 +118,25 @@ class CostModel:
         return self._verify.seconds(tokens)
 
     def catch_up_s(self, tokens: ArrayLike) -> FloatArray:
-        """Of reading so many tokens before the draft can draft again; an ordinary pass over them until measured."""
+        """Of reading so many tokens before the draft can draft again; an ordinary pass over them until measured.
+
+        No less than such a pass beyond one over a single token: what was measured is what remained when a draft had
+        been taken off at a price that may have been too high.
+        """
         tokens = np.asarray(tokens, np.float64)
-        seconds = self._catch_up.seconds(tokens) if self._catch_up.num_measured else self.draft_s(tokens)
+        seconds = self.draft_s(np.maximum(tokens, 1.0))
+        if self._catch_up.num_measured:
+            seconds = np.maximum(self._catch_up.seconds(tokens), seconds - self.draft_s(1.0))
         return np.where(tokens > 0, seconds, 0.0)
 
-    def num_behind(self, slots: IntArray) -> int:
-        """Tokens that the draft would have to read before these could draft; prompts of new ones are not known."""
+    def behind(self, slots: IntArray) -> IntArray:
+        """[slots] tokens that the draft would have to read before these could draft; not prompts of new ones."""
         self._sequences.cover(slots)
-        return int(self._sequences.num_behind[slots].sum())
+        return self._sequences.num_behind[slots]
+
+    def num_behind(self, slots: IntArray) -> int:
+        """The same of all of them together."""
+        return int(self.behind(slots).sum())
 
     def num_verified(self, tokens: float) -> int:
         """Verifications measured at about so many tokens."""
@@ -313,38 +156,58 @@ class CostModel:
 
     def observe(self, outcome: Outcome) -> StepCost:
         """Learn from a step, and say what its seconds were for."""
-        num_drafted = max(outcome.num_drafted, int(outcome.drafted.sum()))
-        tokens = outcome.num_plain_tokens + num_drafted
-        if outcome.verify_s > 0:
-            self._verify.observe(tokens, outcome.verify_s)
-        verify_s = limit(outcome.verify_s, float(self.verify_s(tokens)))
-        draft_s, catch_up_s = self._observe_draft(outcome, num_drafted + outcome.num_cut)
+        for _ in range(min(outcome.num_steps, NUM_ALIKE)):  # of a rest it is the median, and no accident
+            self._follow_tempo(outcome)
+        # Those of a machine that has just changed must not be kept with, and scaled like, those from before.
+        self._aside.append(outcome)
+        if not self._tempo.is_waiting or len(self._aside) == MOST_ASIDE:
+            for seen in self._aside:
+                self._measure(seen)
+            self._aside.clear()
         self._follow(outcome)
-        return StepCost(draft_s, catch_up_s, verify_s)
+        return self._split(outcome)
 
     def forget(self, slots: IntArray) -> None:
         """These sequences have ended."""
         self._sequences.reset(slots)
 
-    def _observe_draft(self, outcome: Outcome, num_drafted: int) -> tuple[float, float]:
-        """Seconds of passes and of catching up."""
-        if not outcome.draft_s > 0:
-            return 0.0, 0.0
-        passes = max(outcome.num_draft_passes, int(outcome.drafted.max(initial=0)))
-        if passes == 0 or num_drafted == 0:  # the draft read, and nobody was ready to draft
-            return 0.0, self._limited_catch_up_s(outcome.draft_s, outcome)
-        batch_size = max(num_drafted / passes, 1.0)
-        # One token a sequence is what a draft that was accepted whole leaves unread.
-        is_clean = outcome.num_catch_up_tokens <= outcome.num_sequences
-        self._num_unclean = 0 if is_clean else self._num_unclean + 1
-        if is_clean or self._num_unclean > MOST_UNCLEAN:
-            self._draft.observe(batch_size, max(outcome.draft_s - self.start_s, 0.0) / passes)
-            self._start.observe(passes, batch_size, outcome.draft_s)
-            return limit(outcome.draft_s, self.drafting_s(num_drafted, passes)), 0.0
-        draft_s = min(outcome.draft_s, self.drafting_s(num_drafted, passes))
-        if self._draft.num_measured:
-            self._catch_up.observe(outcome.num_catch_up_tokens, outcome.draft_s - draft_s)
-        return draft_s, self._limited_catch_up_s(outcome.draft_s - draft_s, outcome)
+    def _follow_tempo(self, outcome: Outcome) -> None:
+        # As many tokens of prompts may take longer or shorter, by what is before them.
+        if outcome.num_prompt_tokens or not outcome.verify_s > 0:
+            return
+        ratio = self._verify.ratio(_num_verified(outcome), outcome.verify_s)
+        factor = 1.0 if ratio is None else self._tempo.observe(ratio)
+        if factor != 1.0:
+            for curve in (self._verify, self._draft, self._catch_up):
+                curve.scale(factor)
+            self._start.scale(factor)
+
+    def _measure(self, outcome: Outcome) -> None:
+        if outcome.verify_s > 0:
+            self._verify.observe(_num_verified(outcome), outcome.verify_s, outcome.num_steps)
+        num_passes, num_drafted = _drafting(outcome)
+        if not num_passes:
+            return
+        is_behind = _is_behind(outcome)
+        self._num_unclean = self._num_unclean + 1 if is_behind else 0
+        if not is_behind or self._num_unclean > MOST_UNCLEAN:
+            batch_size = max(num_drafted / num_passes, 1.0)
+            self._draft.observe(batch_size, max(outcome.draft_s - self.start_s, 0.0) / num_passes)
+            self._start.observe(num_passes, batch_size, outcome.draft_s)
+        elif self._draft.num_measured:
+            rest_s = outcome.draft_s - min(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
+            self._catch_up.observe(outcome.num_catch_up_tokens, rest_s)
+
+    def _split(self, outcome: Outcome) -> StepCost:
+        verify_s = limit(outcome.verify_s, float(self.verify_s(_num_verified(outcome))))
+        num_passes, num_drafted = _drafting(outcome)
+        draft_s = catch_up_s = 0.0
+        if num_passes and not (_is_behind(outcome) and self._num_unclean <= MOST_UNCLEAN):
+            draft_s = limit(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
+        elif outcome.draft_s > 0:  # without a pass the draft only read, and nobody was ready to draft
+            draft_s = min(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
+            catch_up_s = self._limited_catch_up_s(outcome.draft_s - draft_s, outcome)
+        return StepCost(draft_s, catch_up_s, verify_s, not self._tempo.is_in_doubt)
 
     def _limited_catch_up_s(self, seconds: float, outcome: Outcome) -> float:
         """A draft without a model reads nothing, and may look for long, so a verification is the least to allow."""
@@ -353,7 +216,7 @@ class CostModel:
 
     def _follow(self, outcome: Outcome) -> None:
         self._sequences.cover(outcome.slots)
-        behind = self._sequences.num_behind[outcome.slots] + 1
+        behind = self._sequences.num_behind[outcome.slots] + outcome.num_steps
         has_drafted = (outcome.drafted > 0) | (outcome.num_cut > 0)
         self._sequences.num_behind[outcome.slots] = np.where(has_drafted, 0, behind)
 
@@ -398,6 +261,23 @@ class CostModel:
             raise InvalidInput(f"this is no saved cost model ({error}); measure again without it") from None
 
 
+def _num_verified(outcome: Outcome) -> int:
+    """Tokens of its verification."""
+    return outcome.num_plain_tokens + max(outcome.num_drafted, int(np.add.reduce(outcome.drafted)))
+
+
+def _drafting(outcome: Outcome) -> tuple[int, int]:
+    """Passes and tokens of a draft that was timed; 0 of both where there was none."""
+    num_passes = max(outcome.num_draft_passes, int(outcome.drafted.max(initial=0)))
+    num_drafted = max(outcome.num_drafted, int(np.add.reduce(outcome.drafted))) + outcome.num_cut
+    return (num_passes, num_drafted) if outcome.draft_s > 0 and num_passes and num_drafted else (0, 0)
+
+
+def _is_behind(outcome: Outcome) -> bool:
+    """Whether the draft had more to read than the one token a sequence that one accepted whole leaves unread."""
+    return outcome.num_catch_up_tokens > outcome.num_sequences
+
+
 def limit(seconds: float, expected: float) -> float:
     """Seconds as measured, unless something out of the ordinary held the step up."""
     return min(seconds, LARGEST_EXCESS * expected)
@@ -407,7 +287,3 @@ def _seconds(value: object) -> float:
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError("start_s")
     return float(value)
-
-
-def _bucket(size: float) -> int:
-    return min(max(round(BUCKETS_PER_OCTAVE * math.log2(size)), 0), NUM_BUCKETS - 1)

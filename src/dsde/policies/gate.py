@@ -160,7 +160,7 @@ class OnOffGate(Stage):
             return
         load = self._load(outcome.num_sequences)
         spent_s = step.draft_s + step.catch_up_s + step.verify_s
-        load.saved_up_s += PROBE_SHARE * spent_s
+        load.saved_up_s += PROBE_SHARE * outcome.num_steps * spent_s
         speculated = bool(outcome.drafted.any()) or outcome.num_cut > 0
         if speculated:
             self._judge(load, outcome, spent_s, 0.0 if self._was_speculating else step.catch_up_s)

@@ -76,8 +76,12 @@ class Goodput(Policy):
         choice = self._per_sequence(batch, alphas) if self.per == "sequence" else self._per_batch(batch)
         predicted = choice.lengths.astype(np.float64)
         lengths = np.minimum(choice.lengths, batch.rooms)
-        if not lengths.any() and self._probe.begin(batch):
-            lengths = np.minimum(self._probe.length(batch), batch.rooms)
+        num_resting = 0
+        if not lengths.any():
+            if self._probe.begin(batch):
+                lengths = self._probe.lengths
+            else:
+                num_resting = self._probe.num_steps_left(float(self.cost.verify_s(batch.num_plain_tokens)))
         num = batch.slots.size
         return Plan(
             lengths=lengths,
@@ -88,6 +92,7 @@ class Goodput(Policy):
                 "goodput": np.full(num, choice.goodput),
                 "goodput_off": np.full(num, choice.goodput_off),
             },
+            num_resting=num_resting,
         )
 
     def observe(self, outcome: Outcome) -> None:
@@ -95,7 +100,7 @@ class Goodput(Policy):
         plain_s = float(self.cost.verify_s(outcome.num_plain_tokens))
         active = outcome.drafted > 0
         if not active.any():
-            self._probe.save(plain_s)
+            self._probe.save(outcome.num_steps * plain_s)
             return
         if self._probe.is_under_way:
             self._probe.end(step, plain_s)

@@ -6,47 +6,73 @@ learnt from a probe.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from dsde.policies.base import BatchView
+from dsde.policies.base import BatchView, BoolArray, IntArray
 from dsde.policies.cost import CostModel, StepCost
+from dsde.policies.slots import SlotTable
 
 SHARE = 0.01
 """of the time without speculation, that may go into probes"""
 MOST_STEPS = 2.0
 """without drafts, that a probe is taken to cost at most"""
+LONGEST_REST = 64
+"""steps without drafts, known to be such beforehand"""
 NUM_TOKENS = 4
-"""tested by a probe, at least, over the batch"""
+"""drafted in a probe, over the batch"""
+NUMS = (1, 2, 4)
+"""of sequences that may share them"""
+
+
+@dataclass
+class _Sequences(SlotTable):
+    is_known: BoolArray
 
 
 class Probe:
-    def __init__(self, cost: CostModel, max_length: int) -> None:
+    def __init__(self, cost: CostModel, max_length: int, welcomes: bool = False) -> None:
+        """With `welcomes` those who are new bring some of the price of a probe: for who tells sequences apart."""
         self.cost = cost
         self.max_length = max_length
+        self.lengths = np.zeros(0, np.int64)
+        """of the draft that was last found the price of"""
         self.is_under_way = False
+        self._welcomes = welcomes
         self._saved_s = 0.0
         self._price_s = 0.0
-
-    def length(self, batch: BatchView) -> int:
-        """For everybody."""
-        return min(-(-NUM_TOKENS // batch.slots.size), self.max_length)
+        self._sequences = _Sequences(is_known=np.zeros(1, np.bool_))
 
     def begin(self, batch: BatchView, num_tried: int = 0) -> bool:
         """Whether enough time is set aside for a short draft, as if nothing of it were accepted.
 
-        A size that was not verified `num_tried` times yet is tried on credit: what is thought of it may be wrong.
+        What one token of everybody costs is tried on credit until it was verified `num_tried` times: what is thought of
+        it may be wrong. Not so if the draft has much to read first.
         """
         self.is_under_way = False
-        if batch.rooms.any():
-            self._price_s = self._cost_s(batch)
-            self._saved_s = min(self._saved_s, 2 * self._price_s)
-            num_tokens = batch.num_plain_tokens + int(np.minimum(self.length(batch), batch.rooms).sum())
-            self.is_under_way = self._saved_s >= self._price_s or self.cost.num_verified(num_tokens) < num_tried
+        if not batch.rooms.any():
+            return False
+        most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_plain_tokens))
+        everybody = np.minimum(batch.rooms, 1)
+        if self.cost.num_verified(batch.num_plain_tokens + int(everybody.sum())) < num_tried:
+            self.is_under_way = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
+        if self.is_under_way:
+            self.lengths = everybody
+            return True
+        self._choose(batch)
+        # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
+        self._price_s = min(self._price_s, most_s)
+        if self._welcomes:
+            self._saved_s += self._share_of_new(batch) * self._price_s
+        self._saved_s = min(self._saved_s, 2 * self._price_s)
+        self.is_under_way = self._saved_s >= self._price_s
         return self.is_under_way
 
     def num_steps_left(self, plain_s: float) -> int:
-        """Steps of so many seconds, without drafts, until there is enough for such a probe as was asked for last."""
-        return max(int((self._price_s - self._saved_s) / (SHARE * plain_s)), 0)
+        """Steps of so many seconds, without drafts, until there is enough for such a probe as was asked for last; no
+        more than a rest may have."""
+        return min(max(int((self._price_s - self._saved_s) / (SHARE * plain_s)), 0), LONGEST_REST)
 
     def save(self, plain_s: float) -> None:
         """A step without drafts took so long."""
@@ -57,11 +83,32 @@ class Probe:
         self._saved_s -= max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, 0.0)
         self.is_under_way = False
 
-    def _cost_s(self, batch: BatchView) -> float:
-        num, length = batch.slots.size, self.length(batch)
-        base = batch.num_plain_tokens
-        verify_s = self.cost.verify_s([base, base + int(np.minimum(length, batch.rooms).sum())])
-        catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
-        price_s = self.cost.drafting_s(length * num, length) + float(verify_s[1] - verify_s[0]) + catch_up_s
-        # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
-        return min(price_s, MOST_STEPS * float(verify_s[0]))
+    def forget(self, slots: IntArray) -> None:
+        self._sequences.reset(slots)
+
+    def _share_of_new(self, batch: BatchView) -> float:
+        """Of a price, for those who were not there before: nobody knows how easy they are. Many are not all alike."""
+        self._sequences.cover(batch.slots)
+        num, num_known = batch.slots.size, int(self._sequences.is_known[batch.slots].sum())
+        self._sequences.is_known[batch.slots] = True
+        return float((num - num_known) / num**1.5)
+
+    def _choose(self, batch: BatchView) -> None:
+        """A few tokens of one sequence or one of each of a few, those with the least to catch up: what tells most for
+        its price, if every token stands as by a coin."""
+        behind = np.where(batch.rooms > 0, self.cost.behind(batch.slots), np.iinfo(np.int64).max)
+        order = np.argsort(behind, kind="stable")
+        best = np.inf
+        for num in NUMS:
+            lengths = np.zeros(batch.slots.size, np.int64)
+            lengths[order[:num]] = min(NUM_TOKENS // num, self.max_length)
+            lengths = np.minimum(lengths, batch.rooms)
+            price_s, num_tested = self._cost_s(batch, lengths), float((2 - 2 * 0.5**lengths).sum())
+            if price_s < best * num_tested:
+                best, self._price_s, self.lengths = price_s / num_tested, price_s, lengths
+
+    def _cost_s(self, batch: BatchView, lengths: IntArray) -> float:
+        base, num_drafted = batch.num_plain_tokens, int(lengths.sum())
+        more_s = float(self.cost.verify_s(base + num_drafted)) - float(self.cost.verify_s(base))
+        catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots[lengths > 0])))
+        return self.cost.drafting_s(num_drafted, int(lengths.max())) + more_s + catch_up_s

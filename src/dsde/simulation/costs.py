@@ -1,7 +1,8 @@
 """What a step costs, in virtual seconds. Knows counts of sequences and tokens only.
 
-Both models read their weights whatever the batch (flat) until arithmetic becomes the limit (linear). Not modelled:
-attention over long contexts, graphs that pad a batch, noise, and a draft that catches up after a pause.
+Both models read their weights whatever the batch (flat) until arithmetic becomes the limit (linear). A draft that was
+paused reads what it missed in its first pass. Not modelled: attention over long contexts, graphs that pad a batch, and
+noise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import FloatArray, IntArray
 from dsde.policies.limits import check_real
-from dsde.simulation.measured import MeasuredCosts
+from dsde.simulation.measured import MeasuredCosts, sizes_of_passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,12 @@ class Costs:
         if not self.verify.flat_s + self.verify.each_s + self.step_s > 0:
             raise InvalidInput("verify must cost something, give flat_s above 0")
 
-    def draft_s(self, passes: IntArray) -> float:
-        """Ragged drafting: pass j holds the sequences that take part in more than j passes."""
+    def draft_s(self, passes: IntArray, num_missed: int = 0) -> float:
+        """Ragged drafting: pass j holds the sequences that take part in more than j passes, the first what they missed,
+        too."""
         if not passes.any():
             return 0.0
-        num_active = passes.size - np.add.accumulate(np.bincount(passes))[:-1]
-        return float(self.draft.seconds_of(num_active).sum())
+        return float(self.draft.seconds_of(sizes_of_passes(passes, num_missed)).sum())
 
     def pass_s(self, num_sequences: IntArray | int) -> FloatArray:
         """Of one pass of the draft."""
@@ -94,11 +95,12 @@ def make_costs(text: str) -> Costs | MeasuredCosts:
     except json.JSONDecodeError as error:
         raise InvalidInput(f"cost is not valid JSON: {error}") from None
     if isinstance(given.get("verify"), list):
-        _check_keys("cost", given, {"machine", "draft", "verify", "step_s", "drafting_s"}, {"draft", "verify"})
+        known = {"machine", "draft", "verify", "catch_up", "step_s", "drafting_s"}
+        _check_keys("cost", given, known, {"draft", "verify"})
         overheads = {name: given.get(name, 0.0) for name in ("step_s", "drafting_s")}
         for name, seconds in overheads.items():
             check_real(name, seconds, 0.0, math.inf)
-        return MeasuredCosts(given["draft"], given["verify"], **overheads)
+        return MeasuredCosts(given["draft"], given["verify"], given.get("catch_up"), **overheads)
     _check_keys("cost", given, {"draft", "verify", "step_s"}, {"draft", "verify"})
     lines = {name: _make_line(name, given[name]) for name in ("draft", "verify")}
     return Costs(**lines, step_s=given.get("step_s", 0.0))

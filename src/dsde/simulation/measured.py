@@ -25,14 +25,22 @@ class MeasuredCosts:
         self,
         draft: Sequence[Sequence[float]],
         verify: Sequence[Sequence[float]],
+        catch_up: Sequence[Sequence[float]] | None = None,
         step_s: float = 0.0,
         drafting_s: float = 0.0,
     ) -> None:
-        """`drafting_s`: once in every step that drafts, beside the passes."""
+        """`catch_up`: [tokens, seconds] that reading what the draft missed takes beyond an ordinary pass; without it,
+        as of a pass with so many more sequences. `drafting_s`: once in every step that drafts, beside the passes."""
         self._given = {"draft": draft, "verify": verify, "step_s": step_s, "drafting_s": drafting_s}
+        if catch_up is not None:
+            self._given["catch_up"] = catch_up
         passes, verifications = _rows(draft, 2), _rows(verify, 3)
         self.step_s, self.drafting_s = float(step_s), float(drafting_s)
         self._draft = _Knots(passes[:, 0], passes[:, 1])
+        self._catch_up = None
+        if catch_up is not None:
+            readings = _rows(catch_up, 2)
+            self._catch_up = _Knots(np.append(0.0, readings[:, 0]), np.append(0.0, readings[:, 1]))
         self._batch_sizes = np.unique(verifications[:, 0])
         self._verify = []
         for size in self._batch_sizes:
@@ -43,11 +51,13 @@ class MeasuredCosts:
         """Of one pass of the draft."""
         return self._draft.seconds(np.asarray(num_sequences, np.float64))
 
-    def draft_s(self, passes: IntArray) -> float:
+    def draft_s(self, passes: IntArray, num_missed: int = 0) -> float:
         if not passes.any():
             return 0.0
-        num_active = passes.size - np.add.accumulate(np.bincount(passes))[:-1]
-        return self.drafting_s + float(self.pass_s(num_active).sum())
+        if self._catch_up is None:
+            return self.drafting_s + float(self.pass_s(sizes_of_passes(passes, num_missed)).sum())
+        catch_up_s = float(self._catch_up.seconds(np.asarray(float(num_missed))))
+        return self.drafting_s + float(self.pass_s(sizes_of_passes(passes, 0)).sum()) + catch_up_s
 
     def verify_s(self, num_sequences: int, num_tokens: IntArray | int) -> FloatArray:
         """Of packed tokens that belong to so many sequences."""
@@ -61,6 +71,13 @@ class MeasuredCosts:
 
     def to_dict(self) -> dict[str, Any]:
         return self._given
+
+
+def sizes_of_passes(passes: IntArray, num_missed: int) -> IntArray:
+    """[passes] tokens in each, by how many every sequence takes part in."""
+    sizes: IntArray = passes.size - np.add.accumulate(np.bincount(passes))[:-1]
+    sizes[0] += num_missed
+    return sizes
 
 
 class _Knots:

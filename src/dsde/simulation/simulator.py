@@ -116,6 +116,8 @@ class _Simulator:
         """[slot] which request"""
         self.positions = np.zeros(num_slots, np.int64)
         """[slot] tokens emitted so far"""
+        self.num_missed = np.zeros(num_slots, np.int64)
+        """[slot] tokens that the draft has yet to read"""
         self.began_s = np.zeros(num_slots)
         """[slot] when it began to decode"""
         self.decoding = np.empty(0, np.int64)
@@ -161,7 +163,9 @@ class _Simulator:
             confidences = self._confidences(plan.budget.signal, rows, positions, int(drafted.max()))
             drafted = plan.budget.select(confidences, drafted, np.arange(rows.size))
         accepted = np.minimum(drafted, self.requests.runs[rows, positions])
-        num_drafted = int(drafted.sum())
+        num_drafted, takes_part = int(drafted.sum()), passes > 0
+        num_missed = int(self.num_missed[batch.slots[takes_part]].sum())
+        self.num_missed[batch.slots] = np.where(takes_part, 0, self.num_missed[batch.slots] + 1)
         num_packed = batch.num_decoding + num_drafted + batch.num_prompt_tokens
         outcome = Outcome(
             slots=batch.slots,
@@ -170,13 +174,14 @@ class _Simulator:
             klds=self._klds(rows, positions, drafted) if self.policy.needs & Need.KLD else np.empty(0),
             temperatures=batch.temperatures,
             draft_signals=self._draft_signals(rows, positions, drafted),
-            draft_s=self.costs.draft_s(passes),
+            draft_s=self.costs.draft_s(passes, num_missed),
             verify_s=float(self.costs.verify_s(batch.num_decoding, num_packed)),
             num_decoding=batch.num_decoding,
             num_prompt_tokens=batch.num_prompt_tokens,
             num_drafted=num_drafted,
             num_cut=0 if plan.budget is None else plan.budget.num_cut,
             num_draft_passes=int(passes.max()),
+            num_catch_up_tokens=num_missed,
         )
         self.policy.settle()
         self.policy.observe(outcome)
@@ -241,7 +246,7 @@ class _Simulator:
 
     def _admit(self, slots: IntArray) -> None:
         self.rows[slots] = np.arange(self.num_admitted, self.num_admitted + slots.size) % self.requests.size
-        self.positions[slots] = 0
+        self.positions[slots] = self.num_missed[slots] = 0
         self.began_s[slots] = self.result.total_s
         self.num_admitted += slots.size
         if self.reads_prompts:

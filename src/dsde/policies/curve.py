@@ -1,0 +1,193 @@
+"""Seconds against size, learnt from measurements of any sizes.
+
+Knows nothing of what is measured, nor of what a size counts.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dsde.policies.base import FloatArray
+
+BUCKETS_PER_OCTAVE = 4
+"""sizes 1 to 9 have a bucket each; above, a bucket spans 19 %"""
+NUM_BUCKETS = 1 + 17 * BUCKETS_PER_OCTAVE
+NUM_HELD = 31
+"""newest measurements of every bucket: their median is off by about a fifth of the noise of one"""
+NUM_TRUSTED = 2
+"""measurements before a bucket counts beside others: the first of a shape may have compiled something"""
+LONGEST_SILENCE = 4096
+"""measurements elsewhere after which a bucket is forgotten: the load, and the machine, may have changed"""
+LONGEST_PAUSE = 512
+"""measurements elsewhere after which a new one of a bucket replaces the old ones instead of joining them"""
+WOBBLE = 0.005
+"""share by which a bucket may have moved before seconds are worked out again"""
+KNEE = 256.0
+"""tokens up to which a verification is taken to cost the same: below it, reading the weights is what takes time"""
+
+_CENTERS: FloatArray = 2.0 ** (np.arange(NUM_BUCKETS) / BUCKETS_PER_OCTAVE)
+_KNOTS: list[float] = _CENTERS.tolist()
+_FLAT_THEN_LINEAR: FloatArray = np.maximum(_CENTERS, KNEE) / KNEE
+
+
+class Curve:
+    """Seconds against size: flat then linear, times a ratio that is measured per bucket of sizes.
+
+    A bucket holds the ratios of its newest measurements to the prior shape, and stands for their median: a step that
+    compiled or was preempted does not move it. Elsewhere seconds are the least that is plausible for a curve that is
+    flat first and never bends down: between measured sizes a straight line, or the prior shape where that is lower;
+    above them the prior shape, or a straight line from the size half as large where that is higher; below them in
+    proportion to the size. So one size alone fixes the level. Nothing costs more than anything larger: of two buckets
+    that contradict this the smaller size is lowered, because a step is slow by accident but hardly ever fast.
+    """
+
+    def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:
+        """With `is_flat_below`, sizes below the smallest measured cost as much as that."""
+        self.prior_s = prior_s
+        self.is_flat_below = is_flat_below
+        self._held = np.zeros((NUM_BUCKETS, NUM_HELD))
+        self._num_seen = np.zeros(NUM_BUCKETS, np.int64)
+        self._seen_at = np.zeros(NUM_BUCKETS, np.int64)
+        self._ratios = np.ones(NUM_BUCKETS)
+        self._used = np.ones(NUM_BUCKETS)
+        """ratios that the table was made of"""
+        self._rebuild_at = 0
+        self._largest = 0.0
+        self._table = prior_s * _FLAT_THEN_LINEAR
+        self._heights: list[float] = self._table.tolist()
+        """the same, for single sizes"""
+        self._is_stale = False
+        self.num_measured = 0
+
+    def observe(self, size: float, seconds: float, num: int = 1) -> None:
+        """So many measurements of a size."""
+        if not (math.isfinite(seconds) and seconds >= 0 and size >= 1):
+            return
+        index = _bucket(size)
+        num_seen = int(self._num_seen[index])
+        if self.num_measured - int(self._seen_at[index]) > LONGEST_PAUSE:
+            num_seen = 0
+        for place in range(num_seen, num_seen + min(num, NUM_HELD)):
+            self._held[index, place % NUM_HELD] = seconds / (self.prior_s * max(size, KNEE) / KNEE)
+        num_seen += min(num, NUM_HELD)
+        self.num_measured += num
+        self._num_seen[index], self._seen_at[index] = num_seen, self.num_measured
+        typical, used = self._typical(index), float(self._used[index])
+        self._ratios[index] = typical
+        # Not for every wobble of a median: working the table out again is what takes time.
+        has_moved = abs(typical - used) > WOBBLE * used or num_seen <= NUM_TRUSTED
+        self._is_stale = self._is_stale or has_moved or self.num_measured >= self._rebuild_at
+
+    def seconds(self, sizes: ArrayLike) -> FloatArray:
+        """What these sizes cost; the last two knots go on as a line, so that nothing is too large."""
+        if self._is_stale:
+            self._rebuild()
+        if isinstance(sizes, int | float):
+            return np.asarray(self._seconds_of_one(sizes))
+        sizes = np.asarray(sizes, np.float64)
+        scale = np.maximum(sizes / _CENTERS[-1], 1.0)
+        return np.asarray(np.interp(sizes, _CENTERS, self._table) * scale)
+
+    def _seconds_of_one(self, size: float) -> float:
+        """As of many: there are several every step, and NumPy takes as long for one as for hundreds."""
+        below = bisect_right(_KNOTS, size) - 1
+        if below < 0:
+            return self._heights[0]
+        if below == NUM_BUCKETS - 1:
+            return self._heights[-1] * max(size / _KNOTS[-1], 1.0)
+        slope = (self._heights[below + 1] - self._heights[below]) / (_KNOTS[below + 1] - _KNOTS[below])
+        return slope * (size - _KNOTS[below]) + self._heights[below]
+
+    def ratio(self, size: float, seconds: float) -> float | None:
+        """Of these seconds to those that such a size takes; None: it is not known well enough to tell."""
+        index = _bucket(size)
+        known_s = float(self._ratios[index]) * self.prior_s * max(size, KNEE) / KNEE
+        return seconds / known_s if self._num_seen[index] >= NUM_TRUSTED and known_s > 0 else None
+
+    def num_near(self, size: float) -> int:
+        """Measurements made at about this size."""
+        return int(self._num_seen[_bucket(size)])
+
+    def num_at_most(self, size: float) -> int:
+        """Measurements made at about this size, or below it."""
+        return int(self._num_seen[: _bucket(size) + 1].sum())
+
+    def age(self, size: float) -> int:
+        """Measurements made since the last one at about this size."""
+        return self.num_measured - int(self._seen_at[_bucket(size)])
+
+    @property
+    def sizes(self) -> FloatArray:
+        """Those measured."""
+        return _CENTERS[self._num_seen > 0]
+
+    @property
+    def largest(self) -> float:
+        """Of those measured, as the table knows them; 0: none."""
+        return self._largest
+
+    def _typical(self, index: int) -> float:
+        num = min(int(self._num_seen[index]), NUM_HELD)
+        held = sorted(self._held[index, :num].tolist())
+        return float(held[0] if num <= NUM_TRUSTED else held[(num - 1) // 2])
+
+    def _rebuild(self) -> None:
+        silent = self.num_measured - self._seen_at > LONGEST_SILENCE
+        self._num_seen[silent] = 0
+        known = self._num_seen >= NUM_TRUSTED
+        if not known.any():
+            known = self._num_seen > 0
+        places = np.flatnonzero(known)
+        ratios = np.interp(np.arange(NUM_BUCKETS), places, self._ratios[places])
+        table = self.prior_s * ratios * _FLAT_THEN_LINEAR
+        first, last = int(places[0]), int(places[-1])
+        self._largest = float(_CENTERS[last])
+        between = slice(first, last + 1)
+        table[between] = np.minimum(table[between], np.interp(_CENTERS[between], _CENTERS[places], table[places]))
+        table[:first] = table[first] * (1.0 if self.is_flat_below else _CENTERS[:first] / _CENTERS[first])
+        far = places[places <= last - BUCKETS_PER_OCTAVE]
+        if far.size:
+            slope = (table[last] - table[far[-1]]) / (_CENTERS[last] - _CENTERS[far[-1]])
+            table[last:] = np.maximum(table[last:], table[last] + slope * (_CENTERS[last:] - _CENTERS[last]))
+        self._table = np.minimum.accumulate(table[::-1])[::-1]
+        self._heights = self._table.tolist()
+        self._used[:] = self._ratios
+        self._rebuild_at = self.num_measured + NUM_HELD
+        self._is_stale = False
+
+    def scale(self, factor: float) -> None:
+        """Everything takes so many times as long as it did."""
+        self._held *= factor
+        self._ratios *= factor
+        self._is_stale = self.num_measured > 0
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Measured ratios by bucket, oldest first."""
+        held = {}
+        for index in np.flatnonzero(self._num_seen):
+            num_seen = int(self._num_seen[index])
+            num = min(num_seen, NUM_HELD)
+            held[str(index)] = self._held[index, np.arange(num_seen - num, num_seen) % NUM_HELD].tolist()
+        return held
+
+    def restore(self, held: dict[str, list[float]]) -> None:
+        for name, ratios in held.items():
+            index, values = int(name), np.array(ratios, np.float64)
+            if not (0 <= index < NUM_BUCKETS and 0 < values.size <= NUM_HELD and np.isfinite(values).all()):
+                raise ValueError(name)
+            if (values < 0).any():
+                raise ValueError(name)
+            self._held[index, : values.size] = values
+            self._num_seen[index] = values.size
+            self.num_measured += values.size
+            self._ratios[index] = self._typical(index)
+        self._seen_at[self._num_seen > 0] = self.num_measured
+        self._is_stale = bool(held)
+
+
+def _bucket(size: float) -> int:
+    return min(max(round(BUCKETS_PER_OCTAVE * math.log2(size)), 0), NUM_BUCKETS - 1)

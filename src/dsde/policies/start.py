@@ -1,0 +1,65 @@
+"""What a draft takes once, told from what its passes take. Knows nothing of models or devices."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from dsde.policies.base import FloatArray, IntArray
+
+NUM_STARTS = 32
+"""newest drafts, by which what a draft costs beside its passes is told from what the passes cost"""
+MOST_UNLIKE = 0.2
+"""share by which sizes may differ whose passes are taken to cost the same"""
+
+
+class Start:
+    """Seconds that a draft takes once, whatever its length: the host decides, and the device waits.
+
+    Told from its passes as soon as drafts of about the same size differ in length: a straight line through the newest
+    of them, by the medians of its slopes and heights, which a few steps that were held up do not move. Never more than
+    half of a draft just seen: under another load what was learnt is wrong, and the passes would cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._held = np.zeros((NUM_STARTS, 3))
+        self._num_seen = 0
+
+    def observe(self, num_passes: int, size: float, seconds: float) -> None:
+        """A draft took this, with passes of so many sequences."""
+        self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
+        self._num_seen += 1
+        if self._num_seen % 4 == 0:
+            self._fit(size)
+        self.seconds = min(self.seconds, seconds / 2)
+
+    def scale(self, factor: float) -> None:
+        """As of a curve."""
+        self._held[:, 2] *= factor
+        self.seconds *= factor
+
+    def _fit(self, size: float) -> None:
+        held = self._held[: min(self._num_seen, NUM_STARTS)]
+        num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= MOST_UNLIKE * size].T
+        ones, others = _pairs(seconds.size)
+        apart = num_passes[others] - num_passes[ones]
+        tells = apart != 0
+        if np.count_nonzero(tells) < NUM_STARTS // 2:
+            return
+        slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
+        self.seconds = max(_median(seconds - slope * num_passes), 0.0)
+
+
+@cache
+def _pairs(count: int) -> tuple[IntArray, IntArray]:
+    """The two of each pair of so many."""
+    ones, others = np.triu_indices(count, 1)
+    return ones, others
+
+
+def _median(values: FloatArray) -> float:
+    """As NumPy's, which takes longer to look at its arguments than to sort a few hundred."""
+    ordered = np.sort(values)
+    return float(ordered[(ordered.size - 1) // 2] + ordered[ordered.size // 2]) / 2

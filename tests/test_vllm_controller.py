@@ -11,6 +11,7 @@ import pytest
 
 from dsde.integrations.vllm.controller import Controller, Limits
 from dsde.integrations.vllm.messages import Directive, Feedback
+from dsde.integrations.vllm.rest import LONGEST_REST
 from dsde.integrations.vllm.support import pairs, takes_turns
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
 
@@ -42,6 +43,16 @@ class Request:
     @property
     def sampling_params(self) -> Any:
         return SimpleNamespace(temperature=self.temperature)
+
+
+class Clock:
+    """Stands still while the controller works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Scheduler:
@@ -86,7 +97,9 @@ class Scheduler:
             feedback.num_drafted = [len(drafts.get(name, ())) for name in feedback.request_ids]
             rows = [[int(name[1:]), 1, 2, 3, 4] for name in feedback.request_ids for _ in drafts.get(name, ())]
             feedback.signals = np.array(rows, np.float64).reshape(-1, 5)
-        self.controller.observe(directive.step, sampled, feedback)
+        if isinstance(self.controller._clock, Clock):
+            self.controller._clock.now += feedback.verify_s + feedback.draft_s
+        self.controller.observe(directive.step, sampled, feedback if directive.is_timed else None)
         self.lengths = directive.lengths
         return directive
 
@@ -108,7 +121,7 @@ class Recorded(Policy):
         return Plan.wanting(self.script.pop(0) if self.script else 0, batch)
 
     def observe(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
+        self.outcomes += [outcome] * outcome.num_steps
 
     def forget(self, slots: np.ndarray[Any, Any]) -> None:
         self.forgotten += slots.tolist()
@@ -116,7 +129,7 @@ class Recorded(Policy):
 
 def make(policy: Policy, **changes: Any) -> Controller:
     limits = {"max_length": 8, "max_model_len": 200, "num_in_flight": 1, "exact_rooms": True, "can_skip": True}
-    return Controller(policy, Limits(**limits | changes))
+    return Controller(policy, Limits(**limits | changes), clock=Clock())
 
 
 def test_an_outcome_belongs_to_its_plan() -> None:
@@ -299,3 +312,163 @@ def test_what_the_device_does_not_do_is_shared_by_verification_and_draft(waiting
     assert drafting.verify_s == pytest.approx(0.013 + waited_s)
     assert verifying.draft_s == pytest.approx(0.013)
     assert verifying.verify_s == pytest.approx(0.013 + waited_s)
+
+
+class Resting(Recorded):
+    """Nobody drafts for so many steps, then everybody in one."""
+
+    def __init__(self, num_resting: int) -> None:
+        super().__init__([])
+        self.num_resting = num_resting
+        self.batches: list[BatchView] = []
+        self.events: list[str] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        self.batches.append(batch)
+        self.events.append("plan")
+        is_on = len(self.batches) % 2 == 0
+        plan = Plan.wanting(2 * is_on, batch)
+        plan.num_resting = 0 if is_on else self.num_resting
+        return plan
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        self.events += ["observe"] * outcome.num_steps
+
+    def forget(self, slots: np.ndarray[Any, Any]) -> None:
+        super().forget(slots)
+        self.events.append("forget")
+
+
+def test_a_rest_is_not_asked_about_and_told_as_a_whole() -> None:
+    policy = Resting(20)
+    controller = make(policy)
+    scheduler = Scheduler(controller, 3)
+    directives = [scheduler.step() for _ in range(21)]
+    assert len(policy.batches) == 1
+    assert not policy.outcomes, "the first step verifies nothing, and of the others nothing is told yet"
+    assert all(directive.lengths == {"r0": 0, "r1": 0, "r2": 0} for directive in directives)
+    assert [place for place, directive in enumerate(directives) if directive.is_timed] == [0, 8, 16]
+    # Now the policy is asked, and before that it is told.
+    directive = scheduler.step()
+    assert policy.events == ["plan", *["observe"] * 20, "plan", "observe"]
+    assert directive.lengths == {"r0": 2, "r1": 2, "r2": 2}
+    assert [piece.first + len(piece.tokens) for piece in directive.catch_up] == [26, 27, 28]
+    for outcome in policy.outcomes[:20]:
+        assert outcome.slots.tolist() == [0, 1, 2]
+        assert outcome.drafted.tolist() == outcome.accepted.tolist() == [0, 0, 0]
+        assert (outcome.num_decoding, outcome.num_sequences, outcome.num_plain_tokens) == (3, 3, 3)
+        assert outcome.verify_s == pytest.approx(0.01)
+    meter = controller.meter
+    assert [meter[name] for name in ("num_steps", "num_off_steps", "num_plans")] == [22, 21, 2]
+    assert meter.lengths[:3] == [63, 0, 3]
+    assert meter["verify_s"] == pytest.approx(0.21)
+
+
+def test_no_rest_is_longer_than_any() -> None:
+    policy = make_policy("off")
+    scheduler = Scheduler(make(policy), 1)
+    asked: list[int] = []
+    plan = policy.plan
+    policy.plan = lambda batch: asked.append(scheduler.controller._number) or plan(batch)  # type: ignore[method-assign]
+    for _ in range(3 * (LONGEST_REST + 1)):
+        scheduler.step()
+    assert asked == [1, LONGEST_REST + 2, 2 * LONGEST_REST + 3]
+
+
+def test_who_comes_ends_a_rest() -> None:
+    policy = Resting(20)
+    scheduler = Scheduler(make(policy), 2)
+    for _ in range(6):
+        scheduler.step()
+    scheduler.requests["r2"] = Request("r2", [1, 2, 3])
+    assert scheduler.step().lengths == {"r0": 2, "r1": 2, "r2": 2}
+    # Its five steps are told first; then what came of the one that ended it.
+    assert policy.events == ["plan", *["observe"] * 5, "plan", "observe"]
+
+
+def test_who_goes_ends_a_rest() -> None:
+    policy = Resting(20)
+    scheduler = Scheduler(make(policy), 3)
+    for _ in range(6):
+        scheduler.step()
+    scheduler.end("r1")
+    assert scheduler.step().lengths == {"r0": 2, "r2": 2}
+    # It is told before the slot is another's.
+    assert policy.events == ["plan", *["observe"] * 5, "forget", "plan", "observe"]
+    assert policy.outcomes[4].slots.tolist() == [0, 1, 2]
+    assert policy.batches[-1].slots.tolist() == policy.outcomes[5].slots.tolist() == [0, 2]
+
+
+def test_steps_under_way_belong_to_their_rest() -> None:
+    """With asynchronous scheduling the newest of them is not reported when the policy is asked again."""
+    policy = Resting(6)
+    controller = make(policy, num_in_flight=2)
+    request = Request("r0", list(range(8)))
+    lengths, under_way, told = 0, [], []
+    for number in range(9):
+        num = 1 + lengths if number else 8
+        request.num_computed_tokens += num
+        output = SimpleNamespace(
+            num_scheduled_tokens={"r0": num},
+            scheduled_spec_decode_tokens={"r0": [-1] * lengths} if lengths else {},
+            total_num_scheduled_tokens=num,
+            scheduled_new_reqs=[],
+            finished_req_ids=set(),
+        )
+        directive = controller.decide(output, {"r0": request}, 0)
+        told.append(len(policy.outcomes))
+        under_way.append(directive.step)
+        lengths = directive.longest
+        if len(under_way) > 1:
+            controller._clock.now += 0.01  # type: ignore[attr-defined]
+            controller.observe(under_way.pop(0), {"r0": 1}, None)
+            request.output.append(9)
+    assert told == [0] * 7 + [6, 6]
+    assert [outcome.verify_s for outcome in policy.outcomes[:6]] == pytest.approx([0.01] * 6)
+    # What is reported of them later is not told again.
+    assert len(policy.outcomes) == 7
+    assert len(controller._steps) == 1
+
+
+@pytest.mark.parametrize(("num_resting", "expected"), [(0, [3, 3, 0, 3, 0, 0]), (5, [3, 3, 0, 0, 0, 0])])
+def test_a_rest_that_is_announced_is_no_look_at_the_alternative(num_resting: int, expected: list[int]) -> None:
+    """Who takes turns and has drafted goes on in the step after one without; but not if it says that it rests."""
+    policy = make_policy("goodput")
+    script = iter([3, 0, 0])
+
+    def plan(batch: BatchView) -> Plan:
+        plan = Plan.wanting(next(script), batch)
+        plan.num_resting = 0 if plan.lengths.any() else num_resting
+        return plan
+
+    policy.plan = plan  # type: ignore[method-assign]
+    scheduler = Scheduler(make(policy), 1)
+    assert [max(scheduler.step().lengths.values()) for _ in expected] == expected
+
+
+def test_a_rest_leaves_nothing_untold() -> None:
+    """What `auto` thinks that the draft has missed is what it has to catch up on, when there is time for a probe."""
+    policy = make_policy("auto")
+    controller = make(policy, exact_rooms=False)
+    scheduler = Scheduler(controller, 2)
+    missed = []
+    for _ in range(1000):
+        directive = scheduler.step()
+        if directive.catch_up:
+            missed.append((policy.cost_models[0].num_behind(np.arange(2)), directive.num_catch_up_tokens))
+    assert controller.meter["num_off_steps"] > 900
+    assert len(missed) > 3
+    for known, found in missed[1:]:
+        assert known == pytest.approx(found, rel=0.1, abs=6)
+
+
+def test_a_trace_has_every_step() -> None:
+    policy = Resting(20)
+    controller = make(policy)
+    written: list[int] = []
+    controller._trace = SimpleNamespace(write=lambda number, *_: written.append(number))  # type: ignore[assignment]
+    scheduler = Scheduler(controller, 1)
+    for _ in range(5):
+        scheduler.step()
+    assert written == [2, 3, 4, 5]

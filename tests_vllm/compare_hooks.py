@@ -27,7 +27,7 @@ CALLED = (
         ("next_token_ids", "valid_sampled_tokens_count"),
     ),
 )
-EXPECTED = (plugin.MAKE_SCHEDULER, plugin.MAKE_WORKER, *hooks.NEEDED, *hooks.FOR_GRAPHS, *CALLED)
+EXPECTED = (plugin.MAKE_SCHEDULER, plugin.MAKE_WORKER, *hooks.NEEDED, *hooks.FOR_GRAPHS, *hooks.FOR_OMISSION, *CALLED)
 ATTRIBUTES = {
     "vllm.config.speculative": ("num_speculative_tokens_per_batch_size",),
     "vllm.config.vllm": ("use_v2_model_runner",),
@@ -36,8 +36,11 @@ ATTRIBUTES = {
     "vllm.v1.request": ("is_prefill_chunk", "spec_token_ids", "num_computed_tokens", "all_token_ids"),
     "vllm.v1.spec_decode.metadata": ("num_draft_tokens", "target_logits_indices"),
     hooks.SCHEDULER: ("dynamic_sd_lookup", "num_spec_tokens", "finished_req_ids"),
-    hooks.RUNNER: ("valid_sampled_token_count_event", "discard_request_mask", "uniform_decode_query_len"),
-    hooks.PROPOSER: ("compute_logits",),
+    hooks.RUNNER: (
+        *("valid_sampled_token_count_event", "discard_request_mask", "uniform_decode_query_len"),
+        *("attn_groups", "speculative_config"),
+    ),
+    hooks.PROPOSER: ("compute_logits", "draft_attn_groups"),
     hooks.DISPATCHER: ("uniform_decode_query_len", "compilation_config"),
 }
 

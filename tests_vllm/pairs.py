@@ -32,7 +32,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_model(
-    folder: Path, tensors: dict[str, torch.Tensor], vocab_size: int = VOCAB_SIZE, num_layers: int = LAYERS
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int = LAYERS,
+    num_heads: int = HEADS,
 ) -> Path:
     folder.mkdir(parents=True)
     config = {
@@ -41,9 +45,9 @@ def write_model(
         "hidden_size": HIDDEN,
         "num_hidden_layers": num_layers,
         "intermediate_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HIDDEN // HEADS,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": HIDDEN // num_heads,
         "vocab_size": vocab_size,
         "max_position_embeddings": 1024,
         "rms_norm_eps": 1e-5,

@@ -3,8 +3,9 @@
 vLLM drafts at the end of a step what the next one verifies, and its scheduler must know how much before the step
 begins. So a plan is made with one step, obeyed at its end, verified by the next and seen after that; with asynchronous
 scheduling another step is under way meanwhile. Policies that pay for what they try, or that credit their latest choice,
-are asked again only when they have seen what came of it; steps in between repeat what was settled. Knows requests as
-vLLM's scheduler keeps them; knows nothing of tokens, models or devices.
+are asked again only when they have seen what came of it; steps in between repeat what was settled. Where nobody drafts,
+and the same requests go on, nothing is decided nor told for a while: that is a rest, and the policy hears of it at its
+end. Knows requests as vLLM's scheduler keeps them; knows nothing of tokens, models or devices.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from dsde.integrations.vllm.backlog import Backlog
 from dsde.integrations.vllm.messages import Directive, Feedback
 from dsde.integrations.vllm.meter import Meter
+from dsde.integrations.vllm.rest import LONGEST_REST, Rest
+from dsde.integrations.vllm.settled import Settled
 from dsde.integrations.vllm.slots import Slots
 from dsde.integrations.vllm.support import looks_ahead, pairs, takes_turns
 from dsde.integrations.vllm.trace import TraceWriter
@@ -79,30 +82,6 @@ class Limits:
     catch_up_budget: int = 2048
 
 
-@dataclass
-class _Settled:
-    """What steps in between repeat."""
-
-    lengths: dict[str, int] = field(default_factory=dict)
-    is_on: bool = False
-    was_on: bool | None = None
-    """of the plan before"""
-
-    def follow(self, request_ids: list[str], lengths: IntArray) -> None:
-        """A plan that turns drafting on or off counts for its own step alone, until a second one says the same: it may
-        be a look at the alternative."""
-        is_on = bool(lengths.any())
-        if self.was_on in (None, is_on):
-            self.is_on = is_on
-            self.lengths = dict(zip(request_ids, lengths.tolist(), strict=True))
-        self.was_on = is_on
-
-    def repeat(self, request_ids: list[str], rooms: IntArray) -> IntArray:
-        usual = max(self.lengths.values(), default=0)
-        wanted = np.array([self.lengths.get(name, usual) for name in request_ids], np.int64)
-        return np.minimum(wanted, rooms)
-
-
 class Controller:
     def __init__(
         self,
@@ -126,11 +105,12 @@ class Controller:
         self._pairs = pairs(policy)
         self._obeys_prediction = looks_ahead(policy)
         self._wants_pace = bool(policy.needs & Need.PACE)
-        self._settled = _Settled()
+        self._settled = Settled()
         self._awaited: int | None = None
         """step whose plan the policy has yet to see the outcome of"""
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, Step | Rest] = {}
         self._latest: Decision | None = None
+        self._rest: Rest | None = None
         self._number = 0
 
     @property
@@ -145,26 +125,36 @@ class Controller:
         """Lengths for the drafting at the end of the step that was just scheduled."""
         self._number += 1
         self.forget(scheduler_output.finished_req_ids)
-        step = self._verification(scheduler_output)
+        rest = self._rest
+        if rest is not None:
+            if rest.covers(scheduler_output):
+                return self._go_on(rest)
+            self._end_rest(rest)
+        scheduled_at, verified = self._clock(), self._latest
+        drafted = self._find_drafted(scheduler_output)
+        num_tokens = int(scheduler_output.total_num_scheduled_tokens)
+        num_prompt_tokens = num_tokens - len(drafted) - sum(drafted.values())
         request_ids = [name for name in scheduler_output.num_scheduled_tokens if not requests[name].is_prefill_chunk]
-        batch = self._view(request_ids, requests, num_waiting, step.num_prompt_tokens)
+        batch = self._view(request_ids, requests, num_waiting, num_prompt_tokens)
         plan, lengths = self._plan(request_ids, batch)
-        if not self.limits.can_skip:
-            directive = Directive(self._number, {})
-        else:
-            directive = self._with_backlog(scheduler_output, requests, request_ids, lengths)
+        directive = Directive(self._number)
+        if self.limits.can_skip:
+            self._mind_backlog(directive, scheduler_output, requests, request_ids, lengths)
         directive.lengths = dict(zip(request_ids, lengths.tolist(), strict=True))
-        num_tokens = [requests[name].num_tokens for name in request_ids] if self._trace is not None else []
-        step.decision = self._latest = Decision(
-            self._number, request_ids, batch, lengths, plan, num_tokens, directive.num_catch_up_tokens
+        directive.longest = int(lengths.max(initial=0))
+        nums_tokens = [requests[name].num_tokens for name in request_ids] if self._trace is not None else []
+        decision = self._latest = Decision(
+            self._number, request_ids, batch, lengths, plan, nums_tokens, directive.num_catch_up_tokens
         )
-        if step.num_tokens:  # of an empty one nothing is reported
-            self._steps[self._number] = step
+        if num_tokens:  # of an empty one nothing is reported
+            self._steps[self._number] = Step(scheduled_at, decision, verified, drafted, num_prompt_tokens, num_tokens)
         self.meter.count_plan(lengths, plan, directive.num_catch_up_tokens)
+        if plan is not None and not directive.longest and not directive.catch_up:
+            self._begin_rest(decision, plan, directive.lengths)
         return directive
 
-    def _verification(self, scheduler_output: Any) -> Step:
-        """What the step does with the drafts of the one before."""
+    def _find_drafted(self, scheduler_output: Any) -> dict[str, int]:
+        """What the step verifies of the drafts of the one before, by request that decodes in it."""
         verified, scheduled = self._latest, scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         drafted = {}
@@ -173,10 +163,7 @@ class Controller:
             # One that was preempted meanwhile reads all its tokens again, and decodes nothing.
             if scheduled.get(name) == num_drafted + 1:
                 drafted[name] = num_drafted
-        num_tokens = int(scheduler_output.total_num_scheduled_tokens)
-        num_prompt_tokens = num_tokens - len(drafted) - sum(drafted.values())
-        nothing = Decision(self._number, [], _nobody(), np.empty(0, np.int64), None)
-        return Step(self._clock(), nothing, verified, drafted, num_prompt_tokens, num_tokens)
+        return drafted
 
     def _view(
         self, request_ids: list[str], requests: Mapping[str, Any], num_waiting: int, num_prompt_tokens: int
@@ -219,15 +206,19 @@ class Controller:
             lengths = np.minimum(lengths, plan.predicted.astype(np.int64))
         if self._takes_turns:
             self._awaited = self._number
-            self._settled.follow(request_ids, lengths)
+            self._settled.follow(request_ids, lengths, is_sure=plan.num_resting > 0)
         return plan, lengths
 
-    def _with_backlog(
-        self, scheduler_output: Any, requests: Mapping[str, Any], request_ids: list[str], lengths: IntArray
-    ) -> Directive:
+    def _mind_backlog(
+        self,
+        directive: Directive,
+        scheduler_output: Any,
+        requests: Mapping[str, Any],
+        request_ids: list[str],
+        lengths: IntArray,
+    ) -> None:
         """Catch up where somebody drafts; where nobody does, note what the draft will have missed. Lowers `lengths`."""
         backlog, scheduled = self.backlog, scheduler_output.num_scheduled_tokens
-        directive = Directive(self._number, {})
         # A request that begins within the prefix cache may begin on blocks that the draft never read.
         for new in scheduler_output.scheduled_new_reqs if backlog.has_skipped else ():
             if new.num_computed_tokens:
@@ -242,20 +233,60 @@ class Controller:
             if waiting:
                 lengths[[name in waiting for name in request_ids]] = 0
         if lengths.any():
-            return directive
+            return
         for name, num_scheduled in scheduled.items():
             if name not in backlog:
                 request = requests[name]
                 first = min(request.num_computed_tokens - num_scheduled, request.num_tokens - 1)
                 backlog.skip(name, max(first, 0))
-        return directive
+
+    # While nobody drafts
+
+    def _begin_rest(self, decision: Decision, plan: Plan, lengths: dict[str, int]) -> None:
+        """As long as the policy says; or else until it has seen what came of a plan, if steps until then repeat it."""
+        num_left = plan.num_resting
+        if self._takes_turns and not self._settled.is_on:
+            num_left = max(num_left, self.limits.num_in_flight)
+        # A trace has a line for every step. A draft that cannot be left out takes its time in every one.
+        if num_left > 0 and decision.request_ids and self.limits.can_skip and self._trace is None:
+            num_outcomes = 1 + plan.num_resting if self._pairs else LONGEST_REST
+            is_announced = plan.num_resting > 0
+            self._rest = Rest(decision.batch, lengths, min(num_left, LONGEST_REST), num_outcomes, is_announced)
+
+    def _go_on(self, rest: Rest) -> Directive:
+        self._steps[self._number] = rest
+        self.meter.count_rest(len(rest.scheduled))
+        return Directive(self._number, rest.lengths, is_timed=rest.take_step())
+
+    def _end_rest(self, rest: Rest) -> None:
+        """Tell the policy of all its steps. Some may still be under way, but nothing new will come of them."""
+        self._rest = None
+        if not rest.num_steps:
+            return
+        self._awaited = None
+        for outcome in rest.outcomes():
+            self.policy.observe(outcome)
+        self.policy.settle()
+
+    def _note_rest(self, rest: Rest, feedback: Feedback | None) -> None:
+        """Another of its steps is over: it took as long as since the report before."""
+        now = self._clock()
+        if self._reported_at is not None:
+            seconds = now - self._reported_at
+            rest.seconds.append(seconds)
+            self.meter["verify_s"] += seconds
+            if feedback is not None and feedback.verify_s > 0:
+                self._gaps_s.append(max(seconds - feedback.verify_s, 0.0))
+        self._reported_at = now
 
     # With every report
 
     def observe(self, number: int, sampled: Mapping[str, int], feedback: Feedback | None) -> None:
         """The step of that number is over; `sampled` is how many tokens each request got of it."""
         step = self._steps.pop(number, None)
-        if step is None:
+        if isinstance(step, Rest):
+            self._note_rest(step, feedback)
+        if not isinstance(step, Step):
             return
         feedback = feedback or Feedback()
         verify_s = self._share_time(step, feedback)
@@ -336,6 +367,10 @@ class Controller:
 
     def forget(self, request_ids: Any) -> None:
         """These requests have ended."""
+        if not request_ids:
+            return
+        if self._rest is not None:
+            self._end_rest(self._rest)
         for name in request_ids:
             self.backlog.forget(name)
             self._settled.lengths.pop(name, None)
@@ -362,10 +397,6 @@ def _arrange(feedback: Feedback, names: list[str], drafted: IntArray) -> NDArray
         first, num_found = places.get(name, (0, 0))
         pieces.append(found[first : first + count] if num_found == count else np.full((count, 5), np.nan))
     return np.concatenate(pieces)
-
-
-def _nobody() -> BatchView:
-    return BatchView(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0), 0)
 
 
 def _no_pace(num: int) -> Pace:

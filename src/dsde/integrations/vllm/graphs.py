@@ -110,7 +110,7 @@ def determine_batch(original: Any, runner: Any, *args: Any, **kwargs: Any) -> An
     graphs = getattr(runner.cudagraph_dispatcher, GRAPHS, None)
     if graphs is None:
         return original(runner, *args, **kwargs)
-    named = dict(zip(hooks.DETERMINE_BATCH.parameters, args, strict=False)) | kwargs
+    named = dict(zip(hooks.DETERMINE_BATCH.parameters, args, strict=False)) | kwargs if args else kwargs
     query_len, num_reqs = int(named["max_num_scheduled_tokens"]), int(named["num_reqs"])
     is_uniform = query_len * num_reqs == named["num_tokens"] and named.get("force_uniform_decode") is not False
     graphs.batch = (query_len, num_reqs) if is_uniform else None

@@ -26,9 +26,13 @@ class Directive:
     """From the scheduler, with every step: what the drafting at its end shall be like."""
 
     step: int
-    lengths: dict[str, int]
+    lengths: dict[str, int] = field(default_factory=dict)
     """by request, for those that decode in the next step"""
+    longest: int = 0
+    """of them"""
     catch_up: list[CatchUp] = field(default_factory=list)
+    is_timed: bool = True
+    """whether somebody wants to know what its parts took"""
 
     @property
     def num_catch_up_tokens(self) -> int:
@@ -37,7 +41,7 @@ class Directive:
 
 @dataclass(slots=True)
 class Feedback:
-    """From a worker, with the output of every step."""
+    """From a worker, with the output of every step that is timed."""
 
     verify_s: float = 0.0
     draft_s: float = 0.0

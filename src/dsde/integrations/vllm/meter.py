@@ -33,7 +33,8 @@ class Meter:
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.with_suffix(".json").write_text(json.dumps({"policy": policy}), encoding="utf-8")
-            self._numbers = np.memmap(file, np.float64, "w+", shape=SIZE)
+            # Seen as a plain array: a single number of a mapped one is an array of its own first.
+            self._numbers = np.memmap(file, np.float64, "w+", shape=SIZE).view(np.ndarray)
         self._numbers[_PLACES["cap"]] = self._numbers[_PLACES["mean_kld"]] = np.nan
 
     def __getitem__(self, name: str) -> float:
@@ -59,6 +60,12 @@ class Meter:
             self["num_plans"] += 1
             self["num_lowered"] += plan.num_lowered
             self["cap"] = np.nan if plan.cap is None else plan.cap
+
+    def count_rest(self, num_requests: int) -> None:
+        """A step in which it is clear beforehand that nobody drafts."""
+        self["num_steps"] += 1
+        self["num_off_steps"] += 1
+        self._numbers[len(FIELDS)] += num_requests
 
     def count_outcome(self, outcome: Outcome) -> None:
         self["num_draft_tokens"] += float(outcome.drafted.sum())

@@ -67,8 +67,11 @@ class RunnerAdapter:
         self.wants_klds = bool(needs & Need.KLD)
         self.wants_looks = bool(needs & (Need.DRAFT_SIGNALS | Need.TOKEN_PROB))
         self.can_skip = self.method == "draft_model"
+        self.leaves_draft_out = False
+        """whether the step under way ends without the draft having read anything"""
         self._clocks = Clocks(runner.device.type == "cuda")
         self._drafts = Drafts()
+        self._no_tokens: torch.Tensor | None = None
         self._report: Report | None = None
         self._logits: torch.Tensor | None = None
         """of the draft pass just made"""
@@ -92,15 +95,19 @@ class RunnerAdapter:
 
         drafter.model.compute_logits = tapped
 
-    def begin(self) -> None:
-        self._report = Report(self._clocks.begin())
+    def begin(self, scheduler_output: Any) -> None:
+        directive = attached(scheduler_output)
+        is_off = scheduler_output.num_spec_tokens_to_schedule == 0
+        self.leaves_draft_out = self.can_skip and is_off and not directive.catch_up
+        self._report = Report(self._clocks.begin()) if directive.is_timed else None
 
     def mark(self) -> None:
         if self._report is not None:
             self._report.clock.mark()
 
-    def take_report(self) -> Report | None:
+    def end(self) -> Report | None:
         report, self._report = self._report, None
+        self.leaves_draft_out = False
         return report
 
     # Drafting
@@ -138,7 +145,10 @@ class RunnerAdapter:
                 sampled_token_ids, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
             )
             runner._copy_valid_sampled_token_count(next_token_ids, counts)
-        return torch.empty((sampled_token_ids.shape[0], 0), dtype=torch.int64, device=sampled_token_ids.device)
+        num, nothing = sampled_token_ids.shape[0], self._no_tokens
+        if nothing is None or nothing.shape[0] != num:
+            nothing = self._no_tokens = torch.empty((num, 0), dtype=torch.int64, device=sampled_token_ids.device)
+        return nothing
 
     def _catch_up(self, directive: Directive, sampling_metadata: Any, *args: Any) -> None:
         """Let the draft read what it missed, by the way in which vLLM lets it read a prompt."""
@@ -259,7 +269,7 @@ def execute(original: Any, runner: Any, scheduler_output: Any, *args: Any, **kwa
         if adapter is None:
             adapter = RunnerAdapter(runner, _settings(runner))
             setattr(runner, ADAPTER, adapter)
-        adapter.begin()
+        adapter.begin(scheduler_output)
     return original(runner, scheduler_output, *args, **kwargs)
 
 
@@ -297,7 +307,7 @@ def sample_draft(original: Any, proposer: Any, hidden_states: Any, sampling_meta
 def sample_tokens(original: Any, runner: Any, grammar_output: Any) -> Any:
     output = original(runner, grammar_output)
     adapter = adapter_of(runner)
-    report = None if adapter is None else adapter.take_report()
+    report = None if adapter is None else adapter.end()
     if report is not None and output is not None:
         if hasattr(output, "get_output"):
             output.dsde_report = report

@@ -82,18 +82,17 @@ def after_schedule(original: Any, scheduler: Any, scheduler_output: Any) -> None
         return
     directive = controller.decide(scheduler_output, scheduler.requests, len(scheduler.waiting))
     attach(scheduler_output, directive)
-    scheduler_output.num_spec_tokens_to_schedule = max(directive.lengths.values(), default=0)
+    scheduler_output.num_spec_tokens_to_schedule = directive.longest
 
 
 def after_schedule_async(original: Any, scheduler: Any, scheduler_output: Any) -> None:
     """Its original calls the one above, then books as many placeholders for everybody as the longest draft has."""
     original(scheduler, scheduler_output)
     directive = attached(scheduler_output)
-    if directive is None:
+    if directive is None or not directive.longest:
         return
-    longest = scheduler_output.num_spec_tokens_to_schedule
     for name, length in directive.lengths.items():
-        if length < longest:
+        if length < directive.longest:
             scheduler.requests[name].spec_token_ids = [-1] * length
 
 
@@ -111,7 +110,10 @@ def update_drafts(original: Any, scheduler: Any, draft_token_ids: Any) -> None:
 def update_from_output(original: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     controller, directive = getattr(scheduler, CONTROLLER, None), attached(scheduler_output)
     if controller is not None and directive is not None:
-        sampled = dict(zip(model_runner_output.req_ids, map(len, model_runner_output.sampled_token_ids), strict=False))
+        sampled = {}
+        if scheduler_output.scheduled_spec_decode_tokens:  # or else everybody got one
+            counts = map(len, model_runner_output.sampled_token_ids)
+            sampled = dict(zip(model_runner_output.req_ids, counts, strict=False))
         controller.observe(directive.step, sampled, attached(model_runner_output))
     outputs = original(scheduler, scheduler_output, model_runner_output)
     if controller is not None:

@@ -1,0 +1,74 @@
+"""Steps in which nobody drafts, known to be such beforehand: nothing is decided in them, and they are told as one.
+
+In a small model's step the device waits for the host, so what a step costs without drafts is what the host does in it.
+Knows which steps belong to a rest, and what they took; knows nothing of policies.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from dsde.policies import BatchView, Outcome
+
+LONGEST_REST = 64
+"""steps after which the policy is asked again, even if it wants nothing"""
+STEPS_PER_TIMED = 8
+"""of which one is measured on the device, too"""
+NUM_HELD = 31
+"""newest steps whose seconds count"""
+
+
+class Rest:
+    """Steps after a decision in which the same requests go on, one token each."""
+
+    def __init__(
+        self, batch: BatchView, lengths: dict[str, int], num_left: int, num_outcomes: int, is_announced: bool
+    ) -> None:
+        """Whoever announced it is told of all steps in one outcome; others look at every step."""
+        self.lengths = lengths
+        """of the decision: 0 for everybody"""
+        self.scheduled = dict.fromkeys(lengths, 1)
+        """tokens of each request in any of these steps"""
+        self.num_outcomes = num_outcomes
+        """of so many of them, at most, the policy is to hear"""
+        self.num_steps = 0
+        """that were scheduled"""
+        self.seconds: deque[float] = deque(maxlen=NUM_HELD)
+        """that those reported took"""
+        self._batch = batch
+        self._num_left = num_left
+        self._is_announced = is_announced
+
+    def covers(self, scheduler_output: Any) -> bool:
+        """Whether the step just scheduled is another one."""
+        return (
+            self._num_left > 0
+            and scheduler_output.num_scheduled_tokens == self.scheduled
+            and not scheduler_output.scheduled_spec_decode_tokens
+            and not scheduler_output.scheduled_new_reqs
+        )
+
+    def take_step(self) -> bool:
+        """Whether it is to be measured on the device."""
+        self._num_left -= 1
+        self.num_steps += 1
+        return self.num_steps % STEPS_PER_TIMED == 0
+
+    def outcomes(self) -> list[Outcome]:
+        batch, num = self._batch, min(self.num_steps, self.num_outcomes)
+        nothing = np.zeros(batch.slots.size, np.int64)
+        outcome = Outcome(
+            slots=batch.slots,
+            drafted=nothing,
+            accepted=nothing,
+            klds=np.empty(0),
+            temperatures=batch.temperatures,
+            verify_s=statistics.median(self.seconds) if self.seconds else 0.0,
+            num_decoding=batch.slots.size,
+            num_steps=num if self._is_announced else 1,
+        )
+        return [outcome] if self._is_announced else [outcome] * num

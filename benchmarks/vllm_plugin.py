@@ -112,7 +112,10 @@ class Engine:
         meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}
         before = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
         seconds, steps = self._generate(batch, tokens + SHORT_TOKENS, number)
-        found = {f"plugin_{name}": meter[name] - before[name] for name in before}
+        found: Row = {f"plugin_{name}": meter[name] - before[name] for name in before}
+        if before:
+            policy = self.controllers[variant.removeprefix("plugin:")].policy
+            found["learnt"] = [cost.to_dict() for cost in policy.cost_models]
         if number:
             short = self._generate(batch, SHORT_TOKENS, number)
             # Never nothing, however much the short one was held up: such a round would win.

@@ -447,6 +447,15 @@ def test_a_draft_that_shows_its_doubts_is_worth_more_than_any_fixed_length() -> 
     assert speed > 1.08 * best_static(requests, MEMORY_BOUND, 1)
 
 
+def test_it_begins_again_when_drafts_are_no_longer_dear() -> None:
+    """While nobody drafts hardly anything is measured, and what was decides: probes must put it right."""
+    policy = Auto()
+    drive(policy, [0.8] * 60, MEMORY_BOUND, 8)
+    dear = Costs(Line(8e-3, 8, 8e-6), MEMORY_BOUND.verify)
+    assert sum(count > 8 for count in drive(policy, [0.8] * 100, dear, 8)[-50:]) == 0
+    assert sum(count > 8 for count in drive(policy, [0.8] * 600, MEMORY_BOUND, 8)[-100:]) > 95
+
+
 @pytest.mark.parametrize("each_s", [4e-6, 8e-6])
 def test_what_the_draft_missed_is_not_read_for_nothing(each_s: float) -> None:
     """Near the break-even, in a large batch: whoever begins and ends again pays for the reading every time."""

@@ -26,6 +26,8 @@ LARGEST_EXCESS = 10.0
 """a part of a step that took longer than this many times the model's estimate is counted as that many"""
 MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
+LONGEST_IDLE = 64
+"""steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
 MOST_ASIDE = 16
 """steps that are not learnt from before it is known whether the machine has changed"""
 
@@ -90,6 +92,8 @@ class CostModel:
         """steps that may be the first of a machine that has changed"""
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
         self._num_unclean = 0
+        self._num_idle = 0
+        """steps since a draft was last measured"""
 
     @property
     def num_measured(self) -> int:
@@ -187,16 +191,26 @@ class CostModel:
             self._verify.observe(_num_verified(outcome), outcome.verify_s, outcome.num_steps)
         num_passes, num_drafted = _drafting(outcome)
         if not num_passes:
+            self._num_idle += outcome.num_steps
             return
         is_behind = _is_behind(outcome)
         self._num_unclean = self._num_unclean + 1 if is_behind else 0
         if not is_behind or self._num_unclean > MOST_UNCLEAN:
-            batch_size = max(num_drafted / num_passes, 1.0)
-            self._draft.observe(batch_size, max(outcome.draft_s - self.start_s, 0.0) / num_passes)
-            self._start.observe(num_passes, batch_size, outcome.draft_s)
+            self._measure_draft(num_passes, num_drafted, outcome.draft_s)
+            self._start.observe(num_passes, max(num_drafted / num_passes, 1.0), outcome.draft_s)
         elif self._draft.num_measured:
+            # Whatever else the draft did, its passes took no longer: while nobody drafts that is all to go by.
+            if outcome.draft_s < self.drafting_s(num_drafted, num_passes):
+                self._measure_draft(num_passes, num_drafted, outcome.draft_s)
             rest_s = outcome.draft_s - min(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
             self._catch_up.observe(outcome.num_catch_up_tokens, rest_s)
+
+    def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
+        batch_size = max(num_drafted / num_passes, 1.0)
+        if self._num_idle > LONGEST_IDLE:
+            self._draft.renew(batch_size)
+        self._num_idle = 0
+        self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
 
     def _split(self, outcome: Outcome) -> StepCost:
         verify_s = limit(outcome.verify_s, float(self.verify_s(_num_verified(outcome))))

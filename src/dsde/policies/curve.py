@@ -82,6 +82,11 @@ class Curve:
         has_moved = abs(typical - used) > WOBBLE * used or num_seen <= NUM_TRUSTED
         self._is_stale = self._is_stale or has_moved or self.num_measured >= self._rebuild_at
 
+    def renew(self, size: float) -> None:
+        """What was measured at about this size counts no longer."""
+        self._num_seen[_bucket(size)] = 0
+        self._is_stale = self._is_stale or bool(self._num_seen.any())
+
     def seconds(self, sizes: ArrayLike) -> FloatArray:
         """What these sizes cost; the last two knots go on as a line, so that nothing is too large."""
         if self._is_stale:

@@ -23,7 +23,7 @@ LONGEST_REST = 64
 NUM_TOKENS = 4
 """drafted in a probe, over the batch"""
 NUMS = (1, 2, 4)
-"""of sequences that may share them"""
+"""of sequences that may share them; or everybody drafts one"""
 
 
 @dataclass
@@ -41,7 +41,10 @@ class Probe:
         self.is_under_way = False
         self._welcomes = welcomes
         self._saved_s = 0.0
+        self._expected_s = 0.0
+        """that the draft last thought of will take"""
         self._price_s = 0.0
+        """that must have been saved for it"""
         self._sequences = _Sequences(is_known=np.zeros(1, np.bool_))
 
     def begin(self, batch: BatchView, num_tried: int = 0) -> bool:
@@ -60,9 +63,9 @@ class Probe:
         if self.is_under_way:
             self.lengths = everybody
             return True
-        self._choose(batch)
+        self._choose(batch, most_s)
         # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
-        self._price_s = min(self._price_s, most_s)
+        self._price_s = min(self._expected_s, most_s)
         if self._welcomes:
             self._saved_s += self._share_of_new(batch) * self._price_s
         self._saved_s = min(self._saved_s, 2 * self._price_s)
@@ -79,8 +82,10 @@ class Probe:
         self._saved_s += SHARE * plain_s
 
     def end(self, step: StepCost, plain_s: float) -> None:
-        """The step that was one took this, and would have taken `plain_s` without."""
+        """The step that was one took this, and would have taken `plain_s` without. Debts have an end: it may have been
+        held up, and nobody would look again for long."""
         self._saved_s -= max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, 0.0)
+        self._saved_s = max(self._saved_s, -2 * self._expected_s)
         self.is_under_way = False
 
     def forget(self, slots: IntArray) -> None:
@@ -93,19 +98,19 @@ class Probe:
         self._sequences.is_known[batch.slots] = True
         return float((num - num_known) / num**1.5)
 
-    def _choose(self, batch: BatchView) -> None:
-        """A few tokens of one sequence or one of each of a few, those with the least to catch up: what tells most for
-        its price, if every token stands as by a coin."""
+    def _choose(self, batch: BatchView, most_s: float) -> None:
+        """A few tokens of one sequence or one of each of some, those with the least to catch up: what tells most for
+        its price, if every token stands as by a coin. Only who need not read much for it all take part."""
         behind = np.where(batch.rooms > 0, self.cost.behind(batch.slots), np.iinfo(np.int64).max)
         order = np.argsort(behind, kind="stable")
         best = np.inf
-        for num in NUMS:
+        for num in (*NUMS, batch.slots.size):
             lengths = np.zeros(batch.slots.size, np.int64)
-            lengths[order[:num]] = min(NUM_TOKENS // num, self.max_length)
+            lengths[order[:num]] = min(max(NUM_TOKENS // num, 1), self.max_length)
             lengths = np.minimum(lengths, batch.rooms)
             price_s, num_tested = self._cost_s(batch, lengths), float((2 - 2 * 0.5**lengths).sum())
-            if price_s < best * num_tested:
-                best, self._price_s, self.lengths = price_s / num_tested, price_s, lengths
+            if price_s < best * num_tested and (num <= NUM_TOKENS or price_s <= most_s):
+                best, self._expected_s, self.lengths = price_s / num_tested, price_s, lengths
 
     def _cost_s(self, batch: BatchView, lengths: IntArray) -> float:
         base, num_drafted = batch.num_plain_tokens, int(lengths.sum())

@@ -451,7 +451,7 @@ def test_it_begins_again_when_drafts_are_no_longer_dear() -> None:
     """While nobody drafts hardly anything is measured, and what was decides: probes must put it right."""
     policy = Auto()
     drive(policy, [0.8] * 60, MEMORY_BOUND, 8)
-    dear = Costs(Line(8e-3, 8, 8e-6), MEMORY_BOUND.verify)
+    dear = Costs(Line(6e-3, 8, 8e-6), MEMORY_BOUND.verify)
     assert sum(count > 8 for count in drive(policy, [0.8] * 100, dear, 8)[-50:]) == 0
     assert sum(count > 8 for count in drive(policy, [0.8] * 600, MEMORY_BOUND, 8)[-100:]) > 95
 

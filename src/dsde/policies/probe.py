@@ -100,16 +100,17 @@ class Probe:
 
     def _choose(self, batch: BatchView, most_s: float) -> None:
         """A few tokens of one sequence or one of each of some, those with the least to catch up: what tells most for
-        its price, if every token stands as by a coin. Only who need not read much for it all take part."""
+        its price, if every token stands as by a coin. All take part only where that needs little reading."""
         behind = np.where(batch.rooms > 0, self.cost.behind(batch.slots), np.iinfo(np.int64).max)
         order = np.argsort(behind, kind="stable")
         best = np.inf
-        for num in (*NUMS, batch.slots.size):
+        can_all = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
+        for num in (*NUMS, batch.slots.size) if can_all else NUMS:
             lengths = np.zeros(batch.slots.size, np.int64)
             lengths[order[:num]] = min(max(NUM_TOKENS // num, 1), self.max_length)
             lengths = np.minimum(lengths, batch.rooms)
             price_s, num_tested = self._cost_s(batch, lengths), float((2 - 2 * 0.5**lengths).sum())
-            if price_s < best * num_tested and (num <= NUM_TOKENS or price_s <= most_s):
+            if price_s < best * num_tested:
                 best, self._expected_s, self.lengths = price_s / num_tested, price_s, lengths
 
     def _cost_s(self, batch: BatchView, lengths: IntArray) -> float:

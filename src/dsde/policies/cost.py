@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import FloatArray, IntArray, Outcome
-from dsde.policies.curve import Curve
+from dsde.policies.curve import KNEE, Curve
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
 from dsde.policies.tempo import NUM_ALIKE, Tempo
@@ -26,7 +26,7 @@ LARGEST_EXCESS = 10.0
 """a part of a step that took longer than this many times the model's estimate is counted as that many"""
 MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
-LONGEST_IDLE = 64
+LONGEST_IDLE = 16
 """steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
 MOST_ASIDE = 16
 """steps that are not learnt from before it is known whether the machine has changed"""
@@ -124,13 +124,14 @@ class CostModel:
     def catch_up_s(self, tokens: ArrayLike) -> FloatArray:
         """Of reading so many tokens before the draft can draft again; an ordinary pass over them until measured.
 
-        No less than such a pass beyond one over a single token: what was measured is what remained when a draft had
-        been taken off at a price that may have been too high.
+        No less than many tokens take beyond few: what was measured is what remained when a draft had been taken off at
+        a price that may have been too high.
         """
         tokens = np.asarray(tokens, np.float64)
-        seconds = self.draft_s(np.maximum(tokens, 1.0))
+        pass_s = float(self.draft_s(1.0))
+        seconds = pass_s * np.maximum(tokens / KNEE, 1.0)
         if self._catch_up.num_measured:
-            seconds = np.maximum(self._catch_up.seconds(tokens), seconds - self.draft_s(1.0))
+            seconds = np.maximum(self._catch_up.seconds(tokens), seconds - pass_s)
         return np.where(tokens > 0, seconds, 0.0)
 
     def behind(self, slots: IntArray) -> IntArray:

@@ -99,14 +99,15 @@ class Probe:
         return float((num - num_known) / num**1.5)
 
     def _choose(self, batch: BatchView, most_s: float) -> None:
-        """A few tokens of one sequence or one of each of some, those with the least to catch up: what tells most for
-        its price, if every token stands as by a coin. All take part only where that needs little reading."""
+        """A token of everybody, or a few of few, where much would have to be read first: those with the least to catch
+        up, and as many of them as tells most for its price, if every token stands as by a coin."""
+        num_all = batch.slots.size
+        can_all = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
         behind = np.where(batch.rooms > 0, self.cost.behind(batch.slots), np.iinfo(np.int64).max)
         order = np.argsort(behind, kind="stable")
         best = np.inf
-        can_all = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
-        for num in (*NUMS, batch.slots.size) if can_all else NUMS:
-            lengths = np.zeros(batch.slots.size, np.int64)
+        for num in (num_all,) if can_all else NUMS:
+            lengths = np.zeros(num_all, np.int64)
             lengths[order[:num]] = min(max(NUM_TOKENS // num, 1), self.max_length)
             lengths = np.minimum(lengths, batch.rooms)
             price_s, num_tested = self._cost_s(batch, lengths), float((2 - 2 * 0.5**lengths).sum())

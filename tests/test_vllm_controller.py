@@ -63,6 +63,7 @@ class Scheduler:
         self.requests = {f"r{i}": Request(f"r{i}", list(range(prompt + i))) for i in range(num)}
         self.lengths: dict[str, int] = {}
         self.finished: set[str] = set()
+        self.pass_s = 0.002
 
     def step(self, accepted: int = 0, signals: bool = False) -> Directive:
         """Schedule, run and report one step; of every draft so many tokens stand."""
@@ -91,7 +92,7 @@ class Scheduler:
             sampled[name] = stood + 1
             request.num_computed_tokens -= len(drafts.get(name, ())) - stood
             request.output += [9] * (stood + 1)
-        feedback = Feedback(verify_s=0.01, draft_s=0.002 * max(directive.lengths.values(), default=0))
+        feedback = Feedback(verify_s=0.01, draft_s=self.pass_s * max(directive.lengths.values(), default=0))
         if signals:
             feedback.request_ids = list(reversed(self.requests))
             feedback.num_drafted = [len(drafts.get(name, ())) for name in feedback.request_ids]
@@ -254,6 +255,20 @@ def test_auto_without_its_rule_obeys_its_prediction() -> None:
         if latest.plan is not None and latest.plan.stop is not None:
             assert latest.lengths[0] <= latest.plan.predicted[0]
     assert max(controller.latest_lengths.values()) >= 2
+
+
+def test_auto_drafts_again_when_drafts_are_no_longer_dear() -> None:
+    """Somebody else's work is over: while off nothing but probes tells."""
+    scheduler = Scheduler(make(make_policy("auto"), exact_rooms=False, max_model_len=4096), 8)
+
+    def lengths(num: int) -> list[int]:
+        return [max(scheduler.step(accepted=2).lengths.values()) for _ in range(num)]
+
+    assert min(lengths(60)[-20:]) >= 2
+    scheduler.pass_s = 0.02
+    assert sum(length > 0 for length in lengths(120)[-60:]) <= 3
+    scheduler.pass_s = 0.002
+    assert min(lengths(400)[-100:]) >= 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsde.core.stops import SIGNALS, Signal
+from dsde.core.stops import Signal
 
 FloatArray = NDArray[np.float64]
 
@@ -20,7 +20,7 @@ def measure(logits: torch.Tensor, signal: Signal) -> FloatArray:
 
 
 def measure_all(logits: torch.Tensor) -> FloatArray:
-    """[rows, 3] of all of them, in the order of SIGNALS."""
+    """[rows, 3] of all of them, in the order of `core.stops.SIGNALS`."""
     # For every draft pass on a CPU, where a pass is a few milliseconds: as few walks over the vocabulary as possible.
     probs = torch.softmax(logits, -1)
     top_probs, places = probs.max(-1, keepdim=True)

@@ -83,9 +83,13 @@ class Curve:
         self._is_stale = self._is_stale or has_moved or self.num_measured >= self._rebuild_at
 
     def renew(self, size: float) -> None:
-        """What was measured at about this size counts no longer."""
-        self._num_seen[_bucket(size)] = 0
-        self._is_stale = self._is_stale or bool(self._num_seen.any())
+        """What was measured at about this size counts no longer, but for the newest of it: of two the lower one does."""
+        index = _bucket(size)
+        num_seen = int(self._num_seen[index])
+        if num_seen:
+            self._held[index, 0] = self._held[index, (num_seen - 1) % NUM_HELD]
+            self._num_seen[index] = 1
+            self._is_stale = True
 
     def seconds(self, sizes: ArrayLike) -> FloatArray:
         """What these sizes cost; the last two knots go on as a line, so that nothing is too large."""

@@ -83,7 +83,7 @@ class Curve:
         self._is_stale = self._is_stale or has_moved or self.num_measured >= self._rebuild_at
 
     def renew(self, size: float) -> None:
-        """What was measured at about this size counts no longer, but for the newest of it: of two the lower one does."""
+        """What was measured at about this size counts no longer, but for the newest: of two the lower one does."""
         index = _bucket(size)
         num_seen = int(self._num_seen[index])
         if num_seen:

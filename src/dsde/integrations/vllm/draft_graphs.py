@@ -121,9 +121,11 @@ class DraftGraphs:
 
         context = get_forward_context()
         graph = None
+        by_layer = context.attn_metadata
         # Without metadata it is a dummy run; a pass that vLLM would not run as graphs is none of ours, either.
-        if context.attn_metadata and context.cudagraph_runtime_mode.name == "PIECEWISE" and self._is_ours(args, kwargs):
-            metadata = next(iter(context.attn_metadata.values()))
+        is_whole = isinstance(by_layer, dict) and by_layer and context.cudagraph_runtime_mode.name == "PIECEWISE"
+        if is_whole and self._is_ours(args, kwargs):
+            metadata = next(iter(by_layer.values()))
             graph = self._find(metadata)
         if graph is None:
             return self._forward(*args, **kwargs)

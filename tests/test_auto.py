@@ -226,6 +226,31 @@ def test_an_engine_that_measures_nothing_is_not_waited_for() -> None:
     assert lengths[-1] > 0
 
 
+def test_one_length_where_the_engine_favours_it() -> None:
+    """That of the best rate among them, by hand; without being asked for it lengths differ."""
+    policy = Auto(cost=Known(MEMORY_BOUND))
+    for _ in range(40):
+        view = batch(4)
+        view.favours_one_length = True
+        lengths = policy.plan(view).lengths
+        assert len(set(lengths.tolist())) == 1
+        drafted = lengths.tolist()
+        policy.observe(outcome(drafted, [drafted[0], drafted[1], 0, 0], np.full((sum(drafted), 3), 0.5)))
+    outlooks, _ = policy.acceptance.outlooks(np.arange(4))
+    assert outlooks[:2].min() > outlooks[2:].max() + 0.2
+    assert len(set(policy._choose(batch(4), outlooks).lengths.tolist())) > 1
+    view.favours_one_length = True
+    chosen = policy._choose(view, outlooks)
+    rates = {
+        length: (4 + sum(float((p ** np.arange(1, length + 1)).sum()) for p in outlooks))
+        / (length * float(policy.cost.draft_s(4)) + float(policy.cost.verify_s(4 + 4 * length)))
+        for length in range(1, 21)
+    }
+    best = max(rates, key=lambda length: rates[length])
+    assert chosen.lengths.tolist() == [best] * 4
+    assert chosen.rate == pytest.approx(rates[best], rel=0.02)
+
+
 def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None:
     policy = Auto(cost=Known(MEMORY_BOUND))
     plan = policy.plan(batch(4))

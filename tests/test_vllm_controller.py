@@ -257,6 +257,16 @@ def test_auto_without_its_rule_obeys_its_prediction() -> None:
     assert max(controller.latest_lengths.values()) >= 2
 
 
+def test_one_length_is_favoured_as_far_as_there_are_graphs() -> None:
+    policy = Recorded([])
+    views: list[BatchView] = []
+    plan = policy.plan
+    policy.plan = lambda batch: views.append(batch) or plan(batch)  # type: ignore[func-returns-value, method-assign]
+    for num, num_graph_tokens in ((3, 0), (3, 6), (4, 6)):
+        Scheduler(make(policy, num_graph_tokens=num_graph_tokens), num).step()
+    assert [view.favours_one_length for view in views] == [False, True, False]
+
+
 def test_auto_drafts_again_when_drafts_are_no_longer_dear() -> None:
     """Somebody else's work is over: while off nothing but probes tells."""
     scheduler = Scheduler(make(make_policy("auto"), exact_rooms=False, max_model_len=4096), 8)

@@ -247,7 +247,8 @@ class Auto(Policy):
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
         num_base, num_plain = batch.num_sequences, batch.num_plain_tokens
         kinds = self._menu.kinds(outlooks)
-        counts, drafted, gains = self._menu.totals(kinds)
+        one_length = batch.favours_one_length
+        counts, drafted, gains = (self._menu.totals_of_one_length if one_length else self._menu.totals)(kinds)
         packed = num_plain + drafted
         # Hundreds of choices, but never more sequences in a pass than there are.
         pass_s = np.concatenate(([0.0], self.cost.draft_s(np.arange(1.0, kinds.size + 1))))
@@ -259,7 +260,8 @@ class Auto(Policy):
         rate, rate_off = float(rates[level, last]), num_base / plain_s
         if rate <= rate_off:
             return _Choice(batch.rooms * 0, rate_off, plain_s, rate_off, num_plain, 0)
-        lengths = np.minimum(self._menu.lengths(kinds, level, last + 1), batch.rooms)
+        lengths = np.full(kinds.size, last + 1) if one_length else self._menu.lengths(kinds, level, last + 1)
+        lengths = np.minimum(lengths, batch.rooms)
         best_s, num_tokens = float(seconds[level, last]), int(packed[level, last])
         return _Choice(lengths, rate, best_s, rate_off, num_tokens, int(counts[level, 0]))
 

@@ -86,6 +86,8 @@ class BatchView(_Counted):
     """tokens of prompts that the same target pass reads"""
     pace: Pace | None = None
     """None unless Need.PACE"""
+    favours_one_length: bool = False
+    """whether all are in every draft pass, and drafts of one length are verified faster than shorter ones among them"""
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ class Menu:
         counts = np.add.accumulate(taken, axis=2, dtype=np.int64)
         gains = np.add.accumulate(chances[:, None, :] * taken, axis=2)
         self._tables = np.stack((taken, counts, gains), axis=1).reshape(NUM_KINDS, -1)
+        self._whole_gains = np.add.accumulate(chances, axis=1)
 
     def kinds(self, outlooks: FloatArray) -> IntArray:
         odds = np.log(outlooks / (1 - outlooks))
@@ -42,6 +43,12 @@ class Menu:
         present = np.flatnonzero(members)
         totals: FloatArray = members[present] @ self._tables[present]
         return totals.reshape(3, LEVELS.size, self.max_length)
+
+    def totals_of_one_length(self, kinds: IntArray) -> FloatArray:
+        """[3, 1, passes] the same, if all are in every pass."""
+        passes = np.arange(1, self.max_length + 1)
+        gains = np.add.reduce(self._whole_gains[kinds], axis=0)
+        return np.stack((np.full(self.max_length, kinds.size), kinds.size * passes, gains))[:, None, :]
 
     def lengths(self, kinds: IntArray, level: int, num_passes: int) -> IntArray:
         lengths: IntArray = np.minimum(self._lengths[level, kinds], num_passes)

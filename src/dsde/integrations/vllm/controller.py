@@ -80,6 +80,8 @@ class Limits:
     can_skip: bool
     """whether the draft can be left out of a step, and catch up later"""
     catch_up_budget: int = 2048
+    num_graph_tokens: int = 0
+    """largest verification that runs whole if all its drafts have one length; drafts of others go in pieces"""
 
 
 class Controller:
@@ -193,6 +195,7 @@ class Controller:
             # The next step reads prompts if this one does and others wait; how many is not known yet.
             num_prompt_tokens=num_prompt_tokens if num_waiting else 0,
             pace=_no_pace(num) if self._wants_pace else None,
+            favours_one_length=2 * num <= limits.num_graph_tokens,
         )
 
     def _plan(self, request_ids: list[str], batch: BatchView) -> tuple[Plan | None, IntArray]:

@@ -39,6 +39,7 @@ def steer(scheduler: Any, settings: Settings) -> Controller:
         exact_rooms=not has_graphs,
         can_skip=speculative.method == "draft_model",
         catch_up_budget=min(MOST_CATCH_UP_TOKENS, config.scheduler_config.max_num_batched_tokens),
+        num_graph_tokens=_num_graph_tokens(config) if has_graphs and settings.graphs else 0,
     )
     # With a table vLLM does not pad a lone token with drafts that nobody made. The table itself is never used.
     scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (config.scheduler_config.max_num_seqs + 1)
@@ -73,6 +74,13 @@ def _make_meter(policy: str) -> Meter:
 def _has_graphs(config: Any) -> bool:
     mode = getattr(config.compilation_config, "cudagraph_mode", None)
     return not config.model_config.enforce_eager and mode is not None and bool(mode.has_full_cudagraphs())
+
+
+def _num_graph_tokens(config: Any) -> int:
+    """As plugin.make_worker has it: there are none of ours with data parallel."""
+    if config.parallel_config.data_parallel_size > 1:
+        return 0
+    return int(getattr(config.compilation_config, "max_cudagraph_capture_size", None) or 0)
 
 
 def after_schedule(original: Any, scheduler: Any, scheduler_output: Any) -> None:

@@ -278,7 +278,7 @@ def test_auto_drafts_again_when_drafts_are_no_longer_dear() -> None:
     scheduler.pass_s = 0.02
     assert sum(length > 0 for length in lengths(120)[-60:]) <= 3
     scheduler.pass_s = 0.002
-    assert min(lengths(400)[-100:]) >= 2
+    assert min(lengths(700)[-100:]) >= 2
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ class Auto(Policy):
         draft = self._next or self._draft(batch)
         draft.batch = batch
         self._current, self._next, self._num_observed = draft, None, 0
+        self._drafts = draft.plan.stop is not None
         self._num_blind += draft.is_blind
         draft.plan.lengths = np.minimum(draft.plan.lengths, batch.rooms)
         return draft.plan
@@ -164,7 +165,7 @@ class Auto(Policy):
         self.acceptance.observe(outcome)
         if draft.is_probing:
             self._probe.end(step, plain_s)
-        self._foregone_s = self._foregone_s + draft.foregone_s if draft.foregone_s else 0.0
+        self._foregone_s = self._foregone_s + outcome.num_steps * draft.foregone_s if draft.foregone_s else 0.0
         kept = math.exp(-outcome.num_steps / GAIN_MEMORY)
         if not outcome.drafted.any() and not outcome.num_draft_passes:
             # Before what is believed costs much it is looked at once more, and again.
@@ -187,8 +188,7 @@ class Auto(Policy):
         choice = self._choose(batch, np.minimum(outlooks + doubts, HIGHEST) if self._drafts else outlooks)
         # Whoever begins with drafts compares them with a step that was never made, and a wrong guess of that lasts.
         is_blind = self._num_blind < MOST_BLIND and self.cost.is_below(batch.num_plain_tokens)
-        foregone_s = 0.0 if is_blind else self._decide(batch, choice)
-        pays = self._drafts and not is_blind and bool(choice.lengths.any())
+        pays, foregone_s = (False, 0.0) if is_blind else self._decide(batch, choice)
         chosen = choice.lengths if pays else choice.lengths * 0
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
         planned_rate = num_emitted / choice.seconds if pays else 0.0
@@ -215,7 +215,7 @@ class Auto(Policy):
                 "rate_off": choice.rate_off * ones,
             },
         )
-        if not pays and not is_probing and not is_blind and not foregone_s:
+        if not (pays or is_probing or is_blind or foregone_s or self._probe.is_under_way):
             plan.num_resting = self._probe.num_steps_left(batch.num_sequences / choice.rate_off)
         if pays:
             plan.stop = StopByWorth(
@@ -228,21 +228,19 @@ class Auto(Policy):
             )
         return _Draft(batch, plan, planned_rate, is_probing, is_blind, foregone_s)
 
-    def _decide(self, batch: BatchView, choice: _Choice) -> float:
+    def _decide(self, batch: BatchView, choice: _Choice) -> tuple[bool, float]:
         """Whether to draft; if not, seconds a step that drafting is believed to save all the same.
 
         Nobody begins again before these have summed up to what beginning costs: the draft has to read what it missed,
         and where drafts bring as much as they cost it would read that for nothing, time and again.
         """
         rate = choice.rate * self._gain
-        if rate <= choice.rate_off:
-            self._drafts = False
-            return 0.0
+        if rate <= choice.rate_off or not choice.lengths.any():
+            return False, 0.0
         num_behind = self.cost.num_behind(batch.slots[choice.lengths > 0])
         if self._drafts or self._foregone_s >= float(self.cost.catch_up_s(num_behind)):
-            self._drafts = True
-            return 0.0
-        return batch.num_sequences * (1 / choice.rate_off - 1 / rate)
+            return True, 0.0
+        return False, batch.num_sequences * (1 / choice.rate_off - 1 / rate)
 
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
         num_base, num_plain = batch.num_sequences, batch.num_plain_tokens

@@ -40,6 +40,7 @@ class Probe:
         """of the draft that was last found the price of"""
         self.is_under_way = False
         self._welcomes = welcomes
+        self._num_ended = 0
         self._saved_s = 0.0
         self._expected_s = 0.0
         """that the draft last thought of will take"""
@@ -61,7 +62,8 @@ class Probe:
         if self.cost.num_verified(batch.num_plain_tokens + int(everybody.sum())) < num_tried:
             self.is_under_way = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
         if self.is_under_way:
-            self.lengths = everybody
+            self.lengths, self._expected_s = everybody, self._cost_s(batch, everybody)
+            self._price_s = min(self._expected_s, most_s)
             return True
         self._choose(batch, most_s)
         # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
@@ -86,6 +88,7 @@ class Probe:
         held up, and nobody would look again for long."""
         self._saved_s -= max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, 0.0)
         self._saved_s = max(self._saved_s, -2 * self._expected_s)
+        self._num_ended += 1
         self.is_under_way = False
 
     def forget(self, slots: IntArray) -> None:
@@ -100,11 +103,14 @@ class Probe:
 
     def _choose(self, batch: BatchView, most_s: float) -> None:
         """A token of everybody, or a few of few, where much would have to be read first: those with the least to catch
-        up, and as many of them as tells most for its price, if every token stands as by a coin."""
+        up, every other time the most, and as many of them as tells most for its price, if every token stands as by a
+        coin."""
         num_all = batch.slots.size
         can_all = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
         behind = np.where(batch.rooms > 0, self.cost.behind(batch.slots), np.iinfo(np.int64).max)
-        order = np.argsort(behind, kind="stable")
+        order = np.argsort(behind, kind="stable")[: np.count_nonzero(batch.rooms)]
+        if self._num_ended % 2:
+            order = order[::-1]  # or those who were looked at once would be looked at for ever
         best = np.inf
         for num in (num_all,) if can_all else NUMS:
             lengths = np.zeros(num_all, np.int64)

@@ -209,7 +209,8 @@ class Controller:
             lengths = np.minimum(lengths, plan.predicted.astype(np.int64))
         if self._takes_turns:
             self._awaited = self._number
-            self._settled.follow(request_ids, lengths, is_sure=plan.num_resting > 0)
+            if plan.predicted.any() or not lengths.any():  # otherwise it is a look, however often it comes
+                self._settled.follow(request_ids, lengths, is_sure=plan.num_resting > 0)
         return plan, lengths
 
     def _mind_backlog(
@@ -252,9 +253,9 @@ class Controller:
             num_left = max(num_left, self.limits.num_in_flight)
         # A trace has a line for every step. A draft that cannot be left out takes its time in every one.
         if num_left > 0 and decision.request_ids and self.limits.can_skip and self._trace is None:
-            num_outcomes = 1 + plan.num_resting if self._pairs else LONGEST_REST
-            is_announced = plan.num_resting > 0
-            self._rest = Rest(decision.batch, lengths, min(num_left, LONGEST_REST), num_outcomes, is_announced)
+            # Who pairs outcomes with plans hears nothing of the step behind the rest, which is like the others.
+            is_one = plan.num_resting > 0 or self._pairs
+            self._rest = Rest(decision.batch, lengths, min(num_left, LONGEST_REST), is_one, num_untold=int(self._pairs))
 
     def _go_on(self, rest: Rest) -> Directive:
         self._steps[self._number] = rest
@@ -324,7 +325,7 @@ class Controller:
         if not feedback.verify_s > 0:
             return 0.0
         gap_s = max(now - since - feedback.verify_s - feedback.draft_s, 0.0)
-        if not step.decision.lengths.any():
+        if not step.decision.lengths.any() and not step.decision.num_catch_up_tokens:
             self._gaps_s.append(gap_s)
             return feedback.verify_s + gap_s
         plain_s = min(statistics.median(self._gaps_s), gap_s) if self._gaps_s else 0.0

@@ -164,8 +164,8 @@ class DraftGraphs:
 
 def can_capture(runner: Any) -> bool:
     """Whether the draft is a model of its own, with attention that can be part of a graph as vLLM prepares it."""
-    drafter, speculative = runner.drafter, runner.speculative_config
-    if speculative.method != "draft_model" or speculative.enforce_eager or drafter.parallel_drafting:
+    drafter, speculative = getattr(runner, "drafter", None), runner.speculative_config
+    if drafter is None or speculative.method != "draft_model" or speculative.enforce_eager or drafter.parallel_drafting:
         return False
     if drafter.supports_mm_inputs or not hasattr(drafter, "positions"):
         return False

@@ -18,6 +18,8 @@ LONGEST_REST = 64
 """steps after which the policy is asked again, even if it wants nothing"""
 STEPS_PER_TIMED = 8
 """of which one is measured on the device, too"""
+LEAST_MEASURED = 3
+"""steps of a longer rest whose median is no accident: some may still be under way when it ends"""
 NUM_HELD = 31
 """newest steps whose seconds count"""
 
@@ -26,22 +28,20 @@ class Rest:
     """Steps after a decision in which the same requests go on, one token each."""
 
     def __init__(
-        self, batch: BatchView, lengths: dict[str, int], num_left: int, num_outcomes: int, is_announced: bool
+        self, batch: BatchView, lengths: dict[str, int], num_left: int, is_one: bool, num_untold: int = 0
     ) -> None:
-        """Whoever announced it is told of all steps in one outcome; others look at every step."""
+        """With `is_one` all steps are told in one outcome, `num_untold` further ones with them."""
         self.lengths = lengths
         """of the decision: 0 for everybody"""
         self.scheduled = dict.fromkeys(lengths, 1)
         """tokens of each request in any of these steps"""
-        self.num_outcomes = num_outcomes
-        """of so many of them, at most, the policy is to hear"""
         self.num_steps = 0
         """that were scheduled"""
         self.seconds: deque[float] = deque(maxlen=NUM_HELD)
         """that those reported took"""
         self._batch = batch
         self._num_left = num_left
-        self._is_announced = is_announced
+        self._is_one, self._num_untold = is_one, num_untold
 
     def covers(self, scheduler_output: Any) -> bool:
         """Whether the step just scheduled is another one."""
@@ -59,7 +59,7 @@ class Rest:
         return self.num_steps % STEPS_PER_TIMED == 0
 
     def outcomes(self) -> list[Outcome]:
-        batch, num = self._batch, min(self.num_steps, self.num_outcomes)
+        batch, num = self._batch, self.num_steps
         nothing = np.zeros(batch.slots.size, np.int64)
         outcome = Outcome(
             slots=batch.slots,
@@ -67,8 +67,8 @@ class Rest:
             accepted=nothing,
             klds=np.empty(0),
             temperatures=batch.temperatures,
-            verify_s=statistics.median(self.seconds) if self.seconds else 0.0,
+            verify_s=statistics.median(self.seconds) if len(self.seconds) >= min(num, LEAST_MEASURED) else 0.0,
             num_decoding=batch.slots.size,
-            num_steps=num if self._is_announced else 1,
+            num_steps=num + self._num_untold if self._is_one else 1,
         )
-        return [outcome] if self._is_announced else [outcome] * num
+        return [outcome] if self._is_one else [outcome] * num

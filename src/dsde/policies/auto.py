@@ -237,7 +237,8 @@ class Auto(Policy):
         rate = choice.rate * self._gain
         if rate <= choice.rate_off or not choice.lengths.any():
             return False, 0.0
-        num_behind = self.cost.num_behind(batch.slots[choice.lengths > 0])
+        # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
+        num_behind = self.cost.num_behind(batch.slots)
         if self._drafts or self._foregone_s >= float(self.cost.catch_up_s(num_behind)):
             return True, 0.0
         return False, batch.num_sequences * (1 / choice.rate_off - 1 / rate)

@@ -10,7 +10,8 @@ and share the GPU, and then measure one at a time, in turns: what is compared is
 speculation is measured in every such group, as `off@2` in the second. vLLM's table is made of what its fixed lengths
 measured, so it comes last: the best of them for every batch.
 
-Everything measured is in `--out` after every round; a second run with the same file goes on where the first stopped.
+Everything measured is in `--out` after every round, with what a policy has learnt of costs by then; a second run with
+the same file goes on where the first stopped.
 """
 
 from __future__ import annotations

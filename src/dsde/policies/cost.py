@@ -165,7 +165,7 @@ class CostModel:
             self._follow_tempo(outcome)
         # Those of a machine that has just changed must not be kept with, and scaled like, those from before.
         self._aside.append(outcome)
-        if not (self._tempo.is_waiting and self._tempo.is_in_doubt) or len(self._aside) == MOST_ASIDE:
+        if not self._tempo.is_waiting or len(self._aside) == MOST_ASIDE:
             for seen in self._aside:
                 self._measure(seen)
             self._aside.clear()
@@ -179,7 +179,7 @@ class CostModel:
     def _follow_tempo(self, outcome: Outcome) -> None:
         # As many tokens of prompts may take longer or shorter, by what is before them.
         if outcome.num_prompt_tokens or not outcome.verify_s > 0:
-            self._tempo.is_in_doubt = False
+            self._tempo.pass_over()
             return
         ratio = self._verify.ratio(_num_verified(outcome), outcome.verify_s)
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)

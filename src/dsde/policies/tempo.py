@@ -23,7 +23,11 @@ class Tempo:
     @property
     def is_waiting(self) -> bool:
         """Whether a few more steps will tell if the machine has changed."""
-        return bool(self._ratios)
+        return self.is_in_doubt and bool(self._ratios)
+
+    def pass_over(self) -> None:
+        """A step that tells nothing."""
+        self.is_in_doubt = False
 
     def observe(self, ratio: float) -> float:
         """A step of a well-known size took so many times as long as it should have. Returns by what everything that is

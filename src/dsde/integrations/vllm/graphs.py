@@ -80,9 +80,10 @@ def capture(
     except Exception as error:
         graphs.clear()
         logger.warning("dsde: lengths below the largest go without CUDA graphs of whole passes: %s", error)
+    else:
+        logger.info("dsde: %d CUDA graphs for lengths 0 to %d", num, longest - 2)
     finally:
         runner.uniform_decode_query_len = dispatcher.uniform_decode_query_len = longest
-    logger.info("dsde: %d CUDA graphs for lengths 0 to %d", num, longest - 2)
     if can_capture(runner):
         _capture_drafts(runner, longest, max_num_tokens)
 
@@ -134,10 +135,7 @@ def dispatch(original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    changes = hooks.find_changes(hooks.FOR_GRAPHS)
-    if changes:
-        logger.warning("dsde: no CUDA graphs for lengths below the largest: %s", "; ".join(changes))
-        return
-    hooks.wrap(hooks.CAPTURE, capture)
-    hooks.wrap(hooks.DETERMINE_BATCH, determine_batch)
-    hooks.wrap(hooks.DISPATCH, dispatch)
+    hooks.wrap_if_known(
+        {hooks.CAPTURE: capture, hooks.DETERMINE_BATCH: determine_batch, hooks.DISPATCH: dispatch},
+        lost="no CUDA graphs for lengths below the largest",
+    )

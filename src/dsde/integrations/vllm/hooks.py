@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger("vllm.dsde")
 
 Wrapper = Callable[..., Any]
 """called with the wrapped function first, then as that"""
@@ -116,3 +119,13 @@ def wrap(hook: Hook, wrapper: Wrapper) -> None:
 
     wrapped.is_dsde = True  # type: ignore[attr-defined]
     setattr(holder, hook.name, wrapped)
+
+
+def wrap_if_known(wrappers: dict[Hook, Wrapper], lost: str) -> None:
+    """All of them, or none if vLLM is not as expected at one, and say what is lost by that."""
+    changes = find_changes(wrappers)
+    if changes:
+        logger.warning("dsde: %s: %s", lost, "; ".join(changes))
+        return
+    for hook, wrapper in wrappers.items():
+        wrap(hook, wrapper)

@@ -5,13 +5,10 @@ Such a step is then prepared as by vLLM without speculation. Knows how vLLM prep
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from dsde.integrations.vllm import hooks
 from dsde.integrations.vllm.running import adapter_of
-
-logger = logging.getLogger("vllm.dsde")
 
 GROUPS = "dsde_attention_groups"
 
@@ -62,9 +59,7 @@ def find_target_groups(runner: Any) -> list[list[Any]]:
 
 
 def install() -> None:
-    changes = hooks.find_changes(hooks.FOR_OMISSION)
-    if changes:
-        logger.warning("dsde: steps without drafts are prepared as if there were some: %s", "; ".join(changes))
-        return
-    hooks.wrap(hooks.PREPARE_INPUTS, prepare_inputs)
-    hooks.wrap(hooks.BUILD_ATTENTION, build_attention)
+    hooks.wrap_if_known(
+        {hooks.PREPARE_INPUTS: prepare_inputs, hooks.BUILD_ATTENTION: build_attention},
+        lost="steps without drafts are prepared as if there were some",
+    )

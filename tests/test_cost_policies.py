@@ -16,11 +16,12 @@ from dsde.core.errors import InvalidInput
 from dsde.policies import BatchView, Off, Outcome, Plan, Policy, Static
 from dsde.policies.base import IntArray
 from dsde.policies.budgetcap import BudgetCap
-from dsde.policies.cost import CostModel
+from dsde.policies.cost import CostModel, StepCost
 from dsde.policies.gate import OnOffGate
 from dsde.policies.goodput import Goodput
 from dsde.policies.nightjar import Nightjar
 from dsde.policies.percentilecap import PercentileCap
+from dsde.policies.probe import Probe
 
 
 def batch_of(slots: list[int], rooms: list[int] | None = None, num_prompt_tokens: int = 0) -> BatchView:
@@ -855,3 +856,32 @@ def test_lengths_do_not_alias_the_rooms(make: Callable[[], Policy]) -> None:
         plan = make().plan(view)
         plan.lengths[:] = 0
     assert rooms.tolist() == [3, 3, 1]
+
+
+def test_probes_by_few_look_at_others_every_other_time() -> None:
+    """Whoever was looked at has the least to catch up from then on."""
+    probe = Probe(CostModel(is_flat_below=True), 4)
+    slots = list(range(8))
+    for _ in range(2000):
+        probe.cost.observe(outcome_of(slots, [0] * 8, [0] * 8, verify_s=0.01))
+        probe.save(0.01)
+    looked = []
+    for _ in range(2):
+        assert probe.begin(batch_of(slots))
+        looked.append(np.flatnonzero(probe.lengths).tolist())
+        assert 0 < len(looked[-1]) < 8
+        probe.cost.observe(outcome_of(slots, probe.lengths.tolist(), [0] * 8, draft_s=0.001, verify_s=0.01))
+        probe.end(StepCost(0.0, 0.0, 0.01), 0.01)
+    assert not set(looked[0]) & set(looked[1])
+
+
+def test_a_probe_that_was_held_up_is_not_paid_for_for_long() -> None:
+    probe = Probe(CostModel(), 4)
+    probe.cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
+    for _ in range(400):
+        probe.save(0.01)
+    assert probe.begin(batch_of([0]))
+    probe.end(StepCost(draft_s=10.0, catch_up_s=0.0, verify_s=0.01), 0.01)
+    for _ in range(500):
+        probe.save(0.01)
+    assert probe.begin(batch_of([0]))

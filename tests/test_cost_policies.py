@@ -885,3 +885,12 @@ def test_a_probe_that_was_held_up_is_not_paid_for_for_long() -> None:
     for _ in range(500):
         probe.save(0.01)
     assert probe.begin(batch_of([0]))
+
+
+def test_a_step_that_tells_nothing_is_typical() -> None:
+    """Prompts are read in it, after one that was held up: what was realised in it counts."""
+    cost = CostModel()
+    for _ in range(8):
+        cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
+    assert not cost.observe(outcome_of([0], [0], [0], verify_s=0.05)).is_typical
+    assert cost.observe(outcome_of([0], [0], [0], verify_s=0.05, num_prompt_tokens=9)).is_typical

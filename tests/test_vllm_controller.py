@@ -11,7 +11,7 @@ import pytest
 
 from dsde.integrations.vllm.controller import Controller, Limits
 from dsde.integrations.vllm.messages import Directive, Feedback
-from dsde.integrations.vllm.rest import LONGEST_REST
+from dsde.integrations.vllm.rest import LONGEST_REST, Rest
 from dsde.integrations.vllm.support import pairs, takes_turns
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
 
@@ -497,3 +497,31 @@ def test_a_trace_has_every_step() -> None:
     for _ in range(5):
         scheduler.step()
     assert written == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("num_reported", "verify_s"), [(0, 0.0), (2, 0.0), (3, 0.02)])
+def test_too_few_steps_of_a_rest_measure_nothing(num_reported: int, verify_s: float) -> None:
+    """The others may still be under way when it ends."""
+    batch = BatchView(np.arange(2), np.ones(2, np.int64), np.zeros(2), 2)
+    rest = Rest(batch, {"a": 0, "b": 0}, 9, is_one=True, num_untold=1)
+    for _ in range(5):
+        rest.take_step()
+    rest.seconds.extend([0.02] * num_reported)
+    (outcome,) = rest.outcomes()
+    assert (outcome.num_steps, outcome.verify_s) == (6, verify_s)
+
+
+def test_two_looks_in_a_row_settle_nothing() -> None:
+    """Steps in between go on without drafts: nobody would pay for them."""
+
+    class Looking(Recorded):
+        def plan(self, batch: BatchView) -> Plan:
+            plan = super().plan(batch)
+            plan.predicted = plan.predicted * 0
+            return plan
+
+    controller = make(Looking([1, 1, 1]))
+    controller._takes_turns = True
+    scheduler = Scheduler(controller, 2)
+    lengths = [max(scheduler.step().lengths.values()) for _ in range(5)]
+    assert lengths == [1, 0, 1, 0, 1]

@@ -299,3 +299,17 @@ def test_asynchronous_scheduling_is_recommended_only_where_vllm_allows_it(change
     part = SimpleNamespace(**all_)
     config = SimpleNamespace(speculative_config=part, device_config=part, parallel_config=part)
     assert could_be_async(config) is could
+
+
+def test_optional_hooks_are_wrapped_together_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped: list[str] = []
+    monkeypatch.setattr(hooks, "wrap", lambda hook, _: wrapped.append(hook.name))
+    monkeypatch.setattr(hooks, "find_changes", lambda wanted: ["it is gone"] if hooks.DISPATCH in wanted else [])
+    with caplog.at_level("WARNING"):
+        hooks.wrap_if_known({hooks.CAPTURE: print, hooks.DISPATCH: print}, lost="no graphs")
+    assert wrapped == []
+    assert "dsde: no graphs: it is gone" in caplog.text
+    hooks.wrap_if_known({hooks.CAPTURE: print}, lost="no graphs")
+    assert wrapped == [hooks.CAPTURE.name]

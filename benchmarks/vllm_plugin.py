@@ -7,8 +7,8 @@ Decoding speed is the difference between a long and a short generation, so that 
 nobody measures comes first, and the best of the rounds counts. Every engine of vLLM is a process of its own; policies
 of the plugin share one, since they can be changed while it runs. `--together` so many engines start at the same time
 and share the GPU, and then measure one at a time, in turns: what is compared is measured side by side. vLLM without
-speculation is measured in every such group, as `off@2` in the second. vLLM's table is made of what its fixed lengths
-measured, so it comes last: the best of them for every batch.
+speculation is measured in every such group, as `off@2` in the second. vLLM's table is made of what the fixed lengths of
+earlier groups measured, so it comes last: the best of them for every batch.
 
 Everything measured is in `--out` after every round, with what a policy has learnt of costs by then; a second run with
 the same file goes on where the first stopped.
@@ -266,7 +266,12 @@ class Bench:
         others.sort(key=lambda name: 0 if name == "plugin" else 1 if f"plugin:{name}" in variants else 2)
         room = self.options.together - len(everywhere)
         groups = [others[first : first + room] for first in range(0, len(others), room)]
-        groups += [["table"]] if "table" in names else []
+        if "table" in names:
+            # Beside others, if a group before them has fixed lengths to make it of.
+            if len(groups) > 1 and len(groups[-1]) < room:
+                groups[-1].append("table")
+            else:
+                groups.append(["table"])
         return [everywhere + group for group in groups or [[]] if names]
 
     def _run_group(self, number: int, names: list[str]) -> float:

@@ -51,7 +51,7 @@ from dsde.policies.static import Static
 from dsde.sampling import Sampler
 from dsde.verification.synthetic import kind_of
 from gpu import SHAPES, counters, random_model
-from report import MAX_NUM_BATCHED_TOKENS, Report, Row, items, make_parser, parse, whole
+from report import MAX_NUM_BATCHED_TOKENS, STUDENT, Report, Row, items, make_parser, parse, whole
 
 LENGTHS = {1: (1, 2, 3, 4, 6, 8, 10), 64: (1, 2, 3, 4, 6), 256: (1, 2, 3)}
 """static ones by batch size; of another size: those of the largest that is not larger"""
@@ -70,8 +70,6 @@ MISSED = (4, 16, 64, 256)
 NUM_CATCH_UPS = 5
 """of each; those that meet a shape for the first two times tell nothing"""
 LEAST_S = 1e-6
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36}
-"""two-sided 95 % by the number of rounds"""
 
 
 class Turns(Policy):

@@ -2,9 +2,12 @@
 
     python benchmarks/pair.py TARGET DRAFT --prompts spec_bench_question.jsonl HumanEval.jsonl.gz --out pair.json
 
-Every group of prompts runs until an engine meets no new shapes of passes any more, four times at most, and then twice,
-of which the faster counts: graphs are captured and prompts cached by then, so that what is measured is decoding. `cold`
-counts the steps of the measured run that were not so. Everything measured so far is in `--out` after every measurement.
+Every group of prompts runs until an engine meets no new shapes of passes any more, four times at most: graphs are
+captured and prompts cached by then, so that what is measured is decoding. Then policies take turns, back and forth, and
+the fastest of `--rounds` turns counts. `cold` counts the steps of that turn that were not so. Under each table `auto`
+is compared with the best static length of every category and with the best for all of them, and with `off`, within each
+round; printed are means over rounds with their 95 % interval. Everything measured so far is in `--out` after every
+category.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsde import LLM, SamplingParams  # isort: skip  (before torch, as in cpu.py)
+import numpy as np
 import torch
 
-from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, policy_names, speed_ratio, whole
+from report import MAX_NUM_BATCHED_TOKENS, STUDENT, Report, Row, make_parser, parse, policy_names, speed_ratio, whole
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -99,24 +103,29 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     for batch in options.batches:
         for category, questions in encoded.items():
             prompts = take(questions, max(batch, options.per_category))
-            baseline: list[list[int]] = []
-            for policy, llm in engines.items():
+            for llm in engines.values():
                 if time.perf_counter() - began > options.time_limit:
                     print(f"past {options.time_limit:.0f} s: the rest is left out", flush=True)
                     return
                 warm_up(llm, prompts, batch, params)
-                rounds = [timed(llm, prompts, batch, params) for _ in range(2)]
-                seconds, answers, added = min(rounds, key=lambda measured: measured[0])
+            rounds: dict[str, list[tuple[float, list[list[int]], Row]]] = {policy: [] for policy in engines}
+            for number in range(options.rounds):
+                for policy in list(engines)[:: -1 if number % 2 else 1]:
+                    rounds[policy].append(timed(engines[policy], prompts, batch, params))
+            baseline: list[list[int]] = []
+            for policy, turns in rounds.items():
+                seconds, answers, added = min(turns, key=lambda turn: turn[0])
                 baseline = baseline or answers
                 row = {"batch": batch, "category": category, "policy": policy, "prompts": len(answers)}
                 row |= speeds({"tokens": sum(map(len, answers)), "seconds": seconds, **added})
                 row["step_ms"] = 1000 * seconds / max(added["num_steps"], 1)
+                row["rounds"] = [sum(map(len, mine)) / taken for taken, mine, _ in turns]
                 # In bfloat16 a batch of another shape may round another way: near ties fall differently.
                 same = [mine == first for mine, first in zip(answers, baseline, strict=True)]
                 row["answers_as_first_policy"] = sum(same) / len(same)
                 report["cells"].append(row)
-                report.save()
                 print(line_of(row), flush=True)
+            report.save()
     report["ours_s"] = time.perf_counter() - began
 
 
@@ -162,7 +171,36 @@ def markdown(rows: Sequence[Row]) -> str:
             cells = {name: merged(group[name]) for name in policies if name in group}
             entries = [markdown_entry(cells.get(name), cells.get("off")) for name in policies]
             lines.append(f"| {category} | {' | '.join(entries)} |")
+        if len(complete) == len(groups) - 1:
+            lines += ["", *comparisons({name: [group[name][0]["rounds"] for group in complete] for name in policies})]
     return "\n".join(lines)
+
+
+def comparisons(speeds: dict[str, list[list[float]]]) -> list[str]:
+    """`auto` against the best static lengths and `off`, of tokens/s by policy: [categories][rounds]. Which static
+    length is the best is decided after all rounds."""
+    if "auto" not in speeds:
+        return []
+    table = {name: np.array(rows) for name, rows in speeds.items()}
+    static = np.array([rows for name, rows in table.items() if name.startswith("static")])
+    lines = []
+    if len(static):
+        each = np.take_along_axis(static, static.mean(axis=2).argmax(axis=0)[None, :, None], axis=0)[0]
+        single = static[np.argmin((table["auto"] / static).mean(axis=(1, 2)))]
+        lines += [f"auto / best static length of each category: {with_interval(table['auto'] / each)}"]
+        lines += [f"auto / best single static length: {with_interval(table['auto'] / single)}"]
+    if "off" in table:
+        lines += [f"auto / off: {with_interval(table['auto'] / table['off'])}"]
+    return lines
+
+
+def with_interval(ratios: np.ndarray) -> str:
+    """Of [categories, rounds]: the mean over categories, with its interval over rounds, and the least category's."""
+    means = ratios.mean(axis=0)
+    text = f"{means.mean():.3f}"
+    if means.size > 1:
+        text += f" ± {STUDENT.get(means.size, 2.0) * means.std(ddof=1) / means.size**0.5:.3f}"
+    return f"{text} (least {ratios.mean(axis=1).min():.3f})"
 
 
 def markdown_entry(cell: Row | None, off: Row | None) -> str:
@@ -187,6 +225,7 @@ def main() -> None:
     parser.add_argument("--policies", type=policy_names, default="off,static:2,static:4,static:8,dsde,auto")
     parser.add_argument("--per-category", type=int, default=4, help="at least so many questions, whatever the batch")
     parser.add_argument("--tokens", type=int, default=128, help="at most, an answer")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--kv-gib", type=int, default=8, help="KV memory of every policy")
     options = parse(parser)

@@ -267,8 +267,9 @@ class Bench:
         room = self.options.together - len(everywhere)
         groups = [others[first : first + room] for first in range(0, len(others), room)]
         if "table" in names:
-            # Beside others, if a group before them has fixed lengths to make it of.
-            if len(groups) > 1 and len(groups[-1]) < room:
+            # Beside others, if there will be fixed lengths by then to make it of.
+            is_known = len(groups) > 1 or any(row["variant"].startswith("static") for row in self.report["cells"])
+            if groups and is_known and len(groups[-1]) < room:
                 groups[-1].append("table")
             else:
                 groups.append(["table"])

@@ -575,7 +575,7 @@ def rule_after_all(count: int) -> Stop:
 
 def rule_by_worth(count: int) -> Stop:
     outlooks = np.linspace(0.5, 0.9, count) if count > 1 else np.full(count, 0.8)
-    return StopByWorth(np.array([-0.8, 2.0, 1.0]), np.full(count, 1.7), outlooks, 0.25, 0.3, 0.6)
+    return StopByWorth(np.array([-0.8, 2.0, 1.0]), np.full(count, 1.7), outlooks, 0.25, 0.3, 0.6, 2, 0.1)
 
 
 RULES = [rule_before, rule_before_but_not_at_once, rule_after, rule_after_token, rule_after_all, rule_by_worth]
@@ -1062,7 +1062,8 @@ class Ruling:
         if rng.random() < 0.5:
             offsets = np.where(rng.random(count) < rng.choice([0.0, 0.1]), np.inf, rng.normal(size=count) * 2)
             offsets[int(rng.integers(count))] = -np.inf
-            return StopByWorth(rng.normal(size=3), offsets, rng.random(count), *rng.random(2) / 3, rng.random() * 3)
+            costs = *rng.random(2) / 3, rng.random() * 3, int(rng.integers(4)), rng.random() / 3
+            return StopByWorth(rng.normal(size=3), offsets, rng.random(count), *costs)
         look = (*Signal, *TokenSignal)[int(rng.integers(5))]
         above, is_before = rng.random(2) < 0.5
         thresholds = rng.gamma(2, 1, count) if look is Signal.ENTROPY else rng.random(count)

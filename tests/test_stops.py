@@ -134,6 +134,7 @@ WORTH = {
     "kept": StopByWorth(np.array([-1.0, 2.0, 1.0]), np.full(12, 1.5), np.full(12, 0.8), 0.35, 0.0, 0.0),
     "going on": StopByWorth(np.array([-0.5, 2.0, 1.0]), np.linspace(0.5, 2, 12), np.full(12, 0.7), 0.1, 0.3, 0.0),
     "pass": StopByWorth(np.array([-0.5, 2.0, 1.0]), np.full(12, 1.5), np.linspace(0.4, 1, 12), 0.1, 0.1, 2.2),
+    "dearer": StopByWorth(np.array([-0.5, 2.0, 1.0]), np.full(12, 1.5), np.full(12, 0.9), 0.1, 0.1, 0.5, 2, 0.35),
     "with one of its own length": StopByWorth(
         np.array([-0.5, 2.0, 1.0]), np.array([0.6] * 4 + [np.inf] + [0.6] * 7), np.full(12, 0.8), 0.2, 0.3, 50.0
     ),
@@ -154,14 +155,16 @@ def drafts_by_worth(batch: list[Sequence], lengths: list[int], stop: StopByWorth
             looks = [math.sqrt(entropy(probs, [])), float(probs.max()), margin(probs, [])]
             odds = stop.offsets[i] + sum(w * x for w, x in zip(stop.weights, looks, strict=True))
             survival[i] *= 1 / (1 + math.exp(-odds))
-            if survival[i] < stop.keep_above and odds < math.inf:
+            keep_above = stop.keep_above + (stop.dearer if len(drafts[i]) >= stop.num_usual else 0)
+            if survival[i] < keep_above and odds < math.inf:
                 continue
             drafts[i].append(int(probs.argmax()))
             worth = survival[i] * stop.outlooks[i]
-            if len(drafts[i]) < lengths[i] and (worth >= stop.go_on_above or odds == math.inf):
+            go_on_above = stop.go_on_above + (stop.dearer if num_passes >= stop.num_usual else 0)
+            if len(drafts[i]) < lengths[i] and (worth >= go_on_above or odds == math.inf):
                 would.append(i)
         fixed = any(stop.offsets[i] == math.inf for i in would)
-        together = sum(survival[i] * stop.outlooks[i] - stop.go_on_above for i in would)
+        together = sum(survival[i] * stop.outlooks[i] - go_on_above for i in would)
         active = would if fixed or together >= stop.pass_above else []
     return drafts, num_passes
 

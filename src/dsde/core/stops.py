@@ -7,6 +7,7 @@ change the output's distribution, so the types do not allow it. Knows nothing of
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import Enum
 
@@ -85,6 +86,15 @@ class StopByWorth:
     pass_above: float
     """what a pass costs, whoever takes part: it is made if those who would go on are together worth so much more than
     their own costs"""
+    num_usual: int = sys.maxsize
+    """tokens of a draft at these prices"""
+    dearer: float = 0.0
+    """how much more verifying one costs beyond them"""
+
+    def costs(self, depth: int) -> tuple[float, float, float]:
+        """Of verifying the token `depth` tokens into its draft, of going on behind it, and of the pass for that."""
+        keep_above = self.keep_above + (self.dearer if depth >= self.num_usual else 0.0)
+        return keep_above, self.go_on_above + (self.dearer if depth + 1 >= self.num_usual else 0.0), self.pass_above
 
     def survivals(self, rows: IntArray, before: FloatArray, signals: FloatArray) -> FloatArray:
         """[rows] chance that a draft stands up to and including a position with these `signals` [rows, 3], given that
@@ -94,17 +104,19 @@ class StopByWorth:
         chances: FloatArray = np.exp(-np.logaddexp(0.0, -(self.offsets[rows] + looks)))
         return before * chances
 
-    def keeps(self, rows: IntArray, survivals: FloatArray) -> BoolArray:
+    def keeps(self, depth: int, rows: IntArray, survivals: FloatArray) -> BoolArray:
         """[rows] whether the position is worth verifying."""
-        kept: BoolArray = (survivals >= self.keep_above) | np.isposinf(self.offsets[rows])
+        keep_above, _, _ = self.costs(depth)
+        kept: BoolArray = (survivals >= keep_above) | np.isposinf(self.offsets[rows])
         return kept
 
-    def goes_on(self, rows: IntArray, survivals: FloatArray, may_go_on: BoolArray) -> BoolArray:
+    def goes_on(self, depth: int, rows: IntArray, survivals: FloatArray, may_go_on: BoolArray) -> BoolArray:
         """[rows] whether drafts that were kept so far draw another token."""
+        _, go_on_above, pass_above = self.costs(depth)
         is_fixed = np.isposinf(self.offsets[rows])
         worths = survivals * self.outlooks[rows]
-        would: BoolArray = may_go_on & ((worths >= self.go_on_above) | is_fixed)
-        is_made = (would & is_fixed).any() or (worths[would] - self.go_on_above).sum() >= self.pass_above
+        would: BoolArray = may_go_on & ((worths >= go_on_above) | is_fixed)
+        is_made = (would & is_fixed).any() or (worths[would] - go_on_above).sum() >= pass_above
         return would if is_made else np.zeros_like(would)
 
 

@@ -39,12 +39,12 @@ class Ruling:
     def __init__(self, stop: Stop) -> None:
         self.first_depth = stop.first_depth if isinstance(stop, StopBefore) else 0
         """the first that is looked at"""
-        weights, costs, sign, look = np.zeros(3), (0.0, 0.0, 0.0), 1.0, 0
+        self._costs = stop.costs if isinstance(stop, StopByWorth) else None
+        weights, sign, look = np.zeros(3), 1.0, 0
         outlooks = bounds = np.empty(0)
         if isinstance(stop, StopByWorth):
-            self.kind, self.may_drop = Kind.WORTH, stop.keep_above > 0
+            self.kind, self.may_drop = Kind.WORTH, stop.keep_above + stop.dearer > 0
             weights, bounds, outlooks = stop.weights, stop.offsets, stop.outlooks
-            costs = stop.keep_above, stop.go_on_above, stop.pass_above
         else:
             self.may_drop = isinstance(stop, StopBefore)
             self.kind = Kind.BEFORE if self.may_drop else Kind.AFTER
@@ -57,7 +57,7 @@ class Ruling:
         with np.errstate(over="ignore"):  # beyond single precision is as good as infinite
             self.bounds = bounds.astype(np.float32)
             self.outlooks = outlooks.astype(np.float32)
-            self.numbers = np.array([*weights, *costs, sign], dtype=np.float32)
+            self.numbers = np.array([*weights, 0.0, 0.0, 0.0, sign], dtype=np.float32)
 
     def decides(self, depth: int, is_last: bool) -> bool:
         """Whether there is anything to decide on tokens so far into their drafts, or on the last that may be drawn."""
@@ -76,6 +76,8 @@ class Ruling:
         host["outlooks"][:count] = self.outlooks[sequences]
         host["rule"][:] = self.kind, self.look, depth == self.first_depth, number
         host["rule_numbers"][:] = self.numbers
+        if self._costs is not None:
+            host["rule_numbers"][3:6] = self._costs(depth)
 
 
 def ruling_sizes(count: int) -> dict[str, int]:

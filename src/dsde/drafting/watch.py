@@ -42,7 +42,7 @@ class Watch:
             return ~is_beyond(self.stop, rows, self._values(self.stop.signal, depth, rows, logits))
         if isinstance(self.stop, StopByWorth):
             self._survivals[rows] = self.stop.survivals(rows, self._survivals[rows], self.signals[rows, depth])
-            return self.stop.keeps(rows, self._survivals[rows])
+            return self.stop.keeps(depth, rows, self._survivals[rows])
         return np.ones(len(rows), dtype=bool)
 
     def goes_on(
@@ -54,7 +54,7 @@ class Watch:
         if isinstance(self.stop, StopAfter):
             return may_go_on & ~is_beyond(self.stop, rows, self._values(self.stop.signal, depth, rows, logits))
         if isinstance(self.stop, StopByWorth):
-            return self.stop.goes_on(rows, self._survivals[rows], may_go_on)
+            return self.stop.goes_on(depth, rows, self._survivals[rows], may_go_on)
         return may_go_on
 
     def _values(self, signal: Signal | TokenSignal, depth: int, rows: IntArray, logits: torch.Tensor) -> FloatArray:

@@ -18,6 +18,7 @@ from dsde.policies.base import BatchView, FloatArray, IntArray, Need, Outcome, P
 from dsde.policies.cost import CostModel
 from dsde.policies.limits import LONGEST, check_whole
 from dsde.policies.menu import Menu
+from dsde.policies.price import find_prices
 from dsde.policies.probe import Probe
 
 NUM_TRIED = 2
@@ -43,10 +44,6 @@ class _Choice:
     """that such a step takes"""
     rate_off: float
     """tokens per second of a step without drafts"""
-    num_tokens: int
-    """that would be verified"""
-    num_first: int
-    """sequences in the first draft pass"""
 
 
 @dataclass(slots=True)
@@ -199,7 +196,7 @@ class Auto(Policy):
         is_probing = not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = self._probe.lengths
-        verify_s, each_s, pass_s = self._prices(choice, rate)
+        prices = find_prices(self.cost, rate, outlooks, choice.lengths, batch.num_plain_tokens)
         ones = np.ones(batch.slots.size)
         plan = Plan(
             lengths=lengths,
@@ -209,8 +206,8 @@ class Auto(Policy):
                 "outlook": outlooks,
                 "gain_of_last": outlooks**chosen,
                 "gain_of_next": outlooks ** (chosen + 1),
-                "cost_of_token": rate * (verify_s + each_s) * ones,
-                "cost_of_pass": rate * pass_s * ones,
+                "cost_of_token": rate * (prices.token_s + prices.each_s) * ones,
+                "cost_of_pass": rate * prices.pass_s * ones,
                 "rate": rate * ones,
                 "rate_off": choice.rate_off * ones,
             },
@@ -222,9 +219,11 @@ class Auto(Policy):
                 weights=self.acceptance.weights[2:].copy(),
                 offsets=self.acceptance.offsets(outlooks),
                 outlooks=outlooks,
-                keep_above=rate * verify_s,
-                go_on_above=rate * (verify_s + each_s),
-                pass_above=rate * pass_s,
+                keep_above=rate * prices.token_s,
+                go_on_above=rate * (prices.token_s + prices.each_s),
+                pass_above=rate * prices.pass_s,
+                num_usual=int(chosen.max(initial=0)),
+                dearer=rate * (prices.beyond_s - prices.token_s),
             )
         return _Draft(batch, plan, planned_rate, is_probing, is_blind, foregone_s)
 
@@ -258,29 +257,10 @@ class Auto(Policy):
         plain_s = float(self.cost.verify_s(num_plain))
         rate, rate_off = float(rates[level, last]), num_base / plain_s
         if rate <= rate_off:
-            return _Choice(batch.rooms * 0, rate_off, plain_s, rate_off, num_plain, 0)
+            return _Choice(batch.rooms * 0, rate_off, plain_s, rate_off)
         lengths = np.full(kinds.size, last + 1) if one_length else self._menu.lengths(kinds, level, last + 1)
         lengths = np.minimum(lengths, batch.rooms)
-        best_s, num_tokens = float(seconds[level, last]), int(packed[level, last])
-        return _Choice(lengths, rate, best_s, rate_off, num_tokens, int(counts[level, 0]))
-
-    def _prices(self, choice: _Choice, rate: float) -> tuple[float, float, float]:
-        """Seconds of verifying one more token, of one more sequence in a draft pass, and of a pass."""
-        # From fewer tokens than chosen to more, so that neither side of a bend is taken for the other; but beyond what
-        # was measured there is nothing to go by.
-        half = max(int(choice.lengths.sum()) // 2, 1)
-        most = choice.num_tokens + (half if self.cost.is_measured(choice.num_tokens + half) else 0)
-        least = max(choice.num_tokens - half, 1)
-        least_s = float(self.cost.verify_s(least))
-        token_s = (float(self.cost.verify_s(most)) - least_s) / max(most - least, 1)
-        if rate * token_s >= 1:
-            # Nobody would be worth that, not even those chosen because they are: the bend lies behind them.
-            token_s = (float(self.cost.verify_s(choice.num_tokens)) - least_s) / max(choice.num_tokens - least, 1)
-        num = max(choice.num_first, 1)
-        draft_s, each_s = float(self.cost.draft_s(num)), 0.0
-        if num > 1:
-            each_s = (draft_s - float(self.cost.draft_s(num // 2))) / (num - num // 2)
-        return token_s, each_s, draft_s - num * each_s
+        return _Choice(lengths, rate, float(seconds[level, last]), rate_off)
 
 
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:

@@ -42,8 +42,8 @@ def _stop_by_worth(
         passes[active] += 1
         signals = requests.draft_signals[rows[active], positions[active] + depth]
         survivals[active] = stop.survivals(active, survivals[active], signals)
-        active = active[stop.keeps(active, survivals[active])]
+        active = active[stop.keeps(depth, active, survivals[active])]
         drafted[active] += 1
+        active = active[stop.goes_on(depth, active, survivals[active], wanted[active] > depth + 1)]
         depth += 1
-        active = active[stop.goes_on(active, survivals[active], wanted[active] > depth)]
     return drafted, passes

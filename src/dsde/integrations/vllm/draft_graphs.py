@@ -63,7 +63,10 @@ class DraftGraphs:
         slots = drafter._slot_mapping_buffer[:num_tokens].fill_(PADDING_SLOT)
         self._seq_lens[:num_reqs] = query_len
         self._block_table[:num_reqs] = 0
-        _, metadata = drafter.build_per_group_and_layer_attn_metadata(self._metadata(query_len, num_reqs, slots))
+        common = uniform_metadata(
+            drafter, query_len, self._block_table[:num_reqs], self._seq_lens[:num_reqs], slot_mapping=slots
+        )
+        _, metadata = drafter.build_per_group_and_layer_attn_metadata(common)
         inputs = {
             "input_ids": drafter.input_ids[:num_tokens],
             "positions": drafter._get_positions(num_tokens),
@@ -87,30 +90,6 @@ class DraftGraphs:
                 found.copy_(self._forward(**inputs))
 
         return _Graph(num_reqs, self._record(run), metadata)
-
-    def _metadata(self, query_len: int, num_reqs: int, slots: torch.Tensor) -> Any:
-        """Of a batch whose every request has `query_len` tokens, and whose contexts may be as long as any."""
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-
-        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * query_len
-        seq_lens = torch.full((num_reqs,), query_len, dtype=torch.int32)
-        values = {
-            "query_start_loc": starts.to(self.drafter.device),
-            "query_start_loc_cpu": starts,
-            "seq_lens": self._seq_lens[:num_reqs],
-            "num_reqs": num_reqs,
-            "num_actual_tokens": num_reqs * query_len,
-            "max_query_len": query_len,
-            "max_seq_len": self.drafter.max_model_len,
-            "block_table_tensor": self._block_table[:num_reqs],
-            "slot_mapping": slots,
-            "seq_lens_cpu_upper_bound": seq_lens,
-            "_seq_lens_cpu": seq_lens.clone(),
-            "_num_computed_tokens_cpu": torch.zeros_like(seq_lens),
-            "is_prefilling": torch.zeros(num_reqs, dtype=torch.bool),
-        }
-        known = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
-        return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in known})
 
     def install(self) -> None:
         self.drafter.model.forward = self.forward
@@ -160,6 +139,40 @@ class DraftGraphs:
         graph.replay()
         assert self._hidden_states is not None
         return self._hidden_states[: graph.num_reqs * query_len]
+
+
+def uniform_metadata(
+    drafter: Any,
+    query_len: int,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+) -> Any:
+    """vLLM's of a batch whose every request has `query_len` tokens, and whose contexts may be as long as any."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    num_reqs, device = len(block_table), drafter.device
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32) * query_len
+    lens = torch.full((num_reqs,), query_len, dtype=torch.int32)
+    if slot_mapping is None:
+        slot_mapping = torch.full((num_reqs * query_len,), PADDING_SLOT, dtype=torch.int64, device=device)
+    values = {
+        "query_start_loc": starts.to(device),
+        "query_start_loc_cpu": starts,
+        "seq_lens": lens.to(device) if seq_lens is None else seq_lens,
+        "num_reqs": num_reqs,
+        "num_actual_tokens": num_reqs * query_len,
+        "max_query_len": query_len,
+        "max_seq_len": drafter.max_model_len,
+        "block_table_tensor": block_table,
+        "slot_mapping": slot_mapping,
+        "seq_lens_cpu_upper_bound": lens,
+        "_seq_lens_cpu": lens.clone(),
+        "_num_computed_tokens_cpu": torch.zeros_like(lens),
+        "is_prefilling": torch.zeros(num_reqs, dtype=torch.bool),
+    }
+    known = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
+    return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in known})
 
 
 def can_capture(runner: Any) -> bool:

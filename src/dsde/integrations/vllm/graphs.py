@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from bisect import bisect_left
 from typing import Any
 
 from dsde.integrations.vllm import hooks
+from dsde.integrations.vllm.compiling import compile_all
 from dsde.integrations.vllm.draft_graphs import DraftGraphs, can_capture, record_cuda_graph
 
 logger = logging.getLogger("vllm.dsde")
@@ -86,6 +88,7 @@ def capture(
         runner.uniform_decode_query_len = dispatcher.uniform_decode_query_len = longest
     if can_capture(runner):
         _capture_drafts(runner, longest, max_num_tokens)
+        _compile(runner, longest)
 
 
 def _capture_drafts(runner: Any, longest: int, max_num_tokens: int) -> None:
@@ -104,6 +107,16 @@ def _capture_drafts(runner: Any, longest: int, max_num_tokens: int) -> None:
     logger.info(
         "dsde: %d CUDA graphs of the draft, for up to %d tokens of each request", graphs.num_captured, longest + 1
     )
+
+
+def _compile(runner: Any, longest: int) -> None:
+    begin = time.perf_counter()
+    try:
+        compile_all(runner, longest)
+    except Exception as error:
+        logger.warning("dsde: the first draft of every length will take longer: %s", error)
+        return
+    logger.info("dsde: kernels for all lengths compiled in %.1f s", time.perf_counter() - begin)
 
 
 def determine_batch(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:

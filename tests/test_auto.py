@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -372,6 +373,25 @@ def test_while_it_rests_it_says_for_how_long() -> None:
         policy.settle()
     assert np.mean(rests[100:]) > 5
     assert sum(rest == 0 for rest in rests[100:]) >= 5  # and looks again
+
+
+def test_it_rests_while_what_it_forgoes_does_not_pay_for_beginning() -> None:
+    """Every step in which it is asked is one in which a device may wait for the answer."""
+    cost = Known(MEMORY_BOUND)
+    policy, rng = Auto(cost=cost), np.random.default_rng(0)
+    policy.cost.catch_up_s = lambda tokens: np.asarray(0.05 * (np.asarray(tokens) > 0))  # type: ignore[method-assign]
+    policy.cost.num_behind = lambda slots: 4096  # type: ignore[method-assign]
+    rests = []
+    for _ in range(60):
+        plan = policy.plan(batch(8))
+        if plan.stop is not None:
+            break
+        for _ in range(1 + plan.num_resting):
+            policy.observe(replace(all_rejected(plan, rng), accepted=plan.lengths))
+        rests.append(plan.num_resting)
+        policy.settle()
+    assert plan.stop is not None, "it begins when enough was foregone"
+    assert max(rests) > 2
 
 
 @pytest.mark.parametrize("how", ["step is lost", "nobody to plan for"])

@@ -212,8 +212,11 @@ class Auto(Policy):
                 "rate_off": choice.rate_off * ones,
             },
         )
-        if not (pays or is_probing or is_blind or foregone_s or self._probe.is_under_way):
-            plan.num_resting = self._probe.num_steps_left(batch.num_sequences / choice.rate_off)
+        if not (pays or is_probing or is_blind or self._probe.is_under_way):
+            plain_s = batch.num_sequences / choice.rate_off
+            plan.num_resting = self._probe.num_steps_left(plain_s + URGENCY * foregone_s)
+            if foregone_s:
+                plan.num_resting = min(plan.num_resting, int(self._missing_s(batch) / foregone_s))
         if pays:
             plan.stop = StopByWorth(
                 weights=self.acceptance.weights[2:].copy(),
@@ -236,11 +239,14 @@ class Auto(Policy):
         rate = choice.rate * self._gain
         if rate <= choice.rate_off or not choice.lengths.any():
             return False, 0.0
-        # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
-        num_behind = self.cost.num_behind(batch.slots)
-        if self._drafts or self._foregone_s >= float(self.cost.catch_up_s(num_behind)):
+        if self._drafts or self._missing_s(batch) <= 0:
             return True, 0.0
         return False, batch.num_sequences * (1 / choice.rate_off - 1 / rate)
+
+    def _missing_s(self, batch: BatchView) -> float:
+        """What beginning costs beyond what drafting would have saved so far."""
+        # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
+        return float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) - self._foregone_s
 
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
         num_base, num_plain = batch.num_sequences, batch.num_plain_tokens

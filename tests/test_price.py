@@ -1,0 +1,103 @@
+"""Prices by which tokens are decided one by one: where looking tells nothing, what was chosen for all comes out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsde.core.stops import StopByWorth
+from dsde.policies.cost import CostModel
+from dsde.policies.price import find_prices
+
+
+class Steps(CostModel):
+    """A verification that jumps at some sizes, as where another kernel takes over, and is flat between them."""
+
+    def __init__(self, jumps: dict[int, float], slope_s: float, draft_s: float) -> None:
+        super().__init__()
+        self._jumps, self._slope_s, self._pass_s = jumps, slope_s, draft_s
+
+    def verify_s(self, tokens: object) -> np.ndarray:
+        sizes = np.asarray(tokens, np.float64)
+        return 4e-3 + self._slope_s * sizes + sum(height * (sizes > at) for at, height in self._jumps.items())
+
+    def draft_s(self, batch_sizes: object) -> np.ndarray:
+        return self._pass_s + 4e-6 * np.asarray(batch_sizes, np.float64)
+
+    def is_measured(self, tokens: float) -> bool:
+        return True
+
+
+def drafted(stop: StopByWorth, num: int, longest: int) -> list[int]:
+    """Lengths if every position looks as expected."""
+    lengths, active, survivals = np.zeros(num, np.int64), np.arange(num), np.ones(num)
+    for depth in range(longest):
+        survivals[active] = stop.survivals(active, survivals[active], np.zeros((active.size, 3)))
+        active = active[stop.keeps(depth, active, survivals[active])]
+        lengths[active] += 1
+        active = active[stop.goes_on(depth, active, survivals[active], np.full(active.size, depth + 1 < longest))]
+    return lengths.tolist()
+
+
+def best_lengths(cost: CostModel, outlooks: np.ndarray, longest: int) -> tuple[np.ndarray, float]:
+    """Of all tokens likelier than some level, in so many passes: the best, and the rate."""
+    chances = outlooks[:, None] ** np.arange(1, longest + 1)
+    best = np.zeros(outlooks.size, np.int64), outlooks.size / float(cost.verify_s(outlooks.size))
+    for level in np.unique(chances):
+        for num_passes in range(1, longest + 1):
+            lengths = np.minimum((chances >= level).sum(axis=1), num_passes)
+            counts = [int((lengths > depth).sum()) for depth in range(int(lengths.max()))]
+            seconds = float(cost.draft_s(counts).sum()) + float(cost.verify_s(outlooks.size + lengths.sum()))
+            emitted = outlooks.size + sum(chances[i, :length].sum() for i, length in enumerate(lengths))
+            best = max(best, (lengths, emitted / seconds), key=lambda one: one[1])
+    return best
+
+
+def stop_at(cost: CostModel, outlooks: np.ndarray, lengths: np.ndarray, rate: float) -> StopByWorth:
+    prices = find_prices(cost, rate, outlooks, lengths, outlooks.size)
+    assert 0 <= prices.token_s <= prices.beyond_s
+    return StopByWorth(
+        weights=np.zeros(3),
+        offsets=np.log(outlooks / (1 - outlooks)),
+        outlooks=outlooks,
+        keep_above=rate * prices.token_s,
+        go_on_above=rate * (prices.token_s + prices.each_s),
+        pass_above=rate * prices.pass_s,
+        num_usual=int(lengths.max()),
+        dearer=rate * (prices.beyond_s - prices.token_s),
+    )
+
+
+@pytest.mark.parametrize("num", [1, 8, 64])
+@pytest.mark.parametrize("seed", range(12))
+def test_alike_sequences_get_what_was_chosen_whatever_jumps(num: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    jumps = dict(zip((num * rng.integers(1, 9, 3)).tolist(), (rng.random(3) * 3e-3).tolist(), strict=True))
+    cost = Steps(jumps, slope_s=5e-6, draft_s=0.8e-3)
+    outlooks = np.full(num, rng.uniform(0.7, 0.95))
+    lengths, rate = best_lengths(cost, outlooks, 12)
+    if lengths.any():
+        assert drafted(stop_at(cost, outlooks, lengths, rate), num, 2 * int(lengths.max()) + 2) == lengths.tolist()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_of_unlike_sequences_nearly_as_many_tokens_are_drafted(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cost = Steps({128: 0.3e-3, 320: 6e-3}, slope_s=4e-6, draft_s=0.4e-3)
+    outlooks = np.where(rng.random(64) < 0.5, 0.95, 0.4) + rng.normal(0, 0.01, 64)
+    lengths, rate = best_lengths(cost, outlooks, 12)
+    assert len(set(lengths.tolist())) > 1
+    found = drafted(stop_at(cost, outlooks, lengths, rate), 64, 2 * int(lengths.max()) + 2)
+    assert sum(found) == pytest.approx(lengths.sum(), rel=0.1)
+
+
+def test_a_sure_draft_may_go_beyond_a_jump_if_it_pays_for_it() -> None:
+    """Not because the tokens before it were cheap, and not never."""
+    cost = Steps({4: 0.8e-3}, slope_s=5e-6, draft_s=0.4e-3)
+    outlooks = np.array([0.8])
+    lengths, rate = best_lengths(cost, outlooks, 12)
+    assert lengths.tolist() == [3]
+    stop = stop_at(cost, outlooks, lengths, rate)
+    here = np.array([0])
+    assert not stop.goes_on(2, here, np.array([0.55]), np.array([True]))[0]
+    assert stop.goes_on(2, here, np.array([0.99]), np.array([True]))[0]

@@ -8,6 +8,7 @@ after another, a tenth of a second each: requests would wait, and a policy would
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,51 +23,67 @@ LARGEST_BLOCK = 256
 
 
 def compile_all(runner: Any, longest: int) -> None:
-    """For verifications of up to so many tokens of a request, and for reading any number."""
-    drafter = runner.drafter
-    most = min(max(BATCHES), runner.scheduler_config.max_num_seqs)
-    block_table = runner.input_batch.block_table[drafter.kv_cache_gid].get_device_tensor(most)
-    for num_reqs in (num for num in BATCHES if num <= most):
+    """For verifications of up to so many tokens of a request, and for reading any number. Nobody must be served yet."""
+    drafter, max_num_seqs = runner.drafter, runner.scheduler_config.max_num_seqs
+    block_table = runner.input_batch.block_table[drafter.kv_cache_gid].get_device_tensor(max_num_seqs)
+    for num_reqs in (num for num in BATCHES if num <= max_num_seqs):
         table = block_table[:num_reqs]
+        if longest > 1:
+            _judge(runner, num_reqs, longest - 1)
         for num_tokens in range(1, longest + 1):
-            _follow(runner, num_tokens, table)
+            _draft(runner, num_tokens, longest - 1, table)
         size = 2
         while size <= LARGEST_BLOCK and num_reqs * size <= drafter.max_num_tokens:
-            _read(runner, size - 1, table, torch.zeros(num_reqs, dtype=torch.int32, device=runner.device))
+            first = _first_pass(runner, size - 1, table, torch.zeros(num_reqs, dtype=torch.int32, device=runner.device))
+            drafter.set_inputs_first_pass(cad=first.pop("common_attn_metadata"), **first)
             size *= 2
-    torch.accelerator.synchronize()
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
-def _follow(runner: Any, num_tokens: int, block_table: torch.Tensor) -> None:
-    """What the draft does first behind a verification of so many tokens of each request."""
+def _judge(runner: Any, num_reqs: int, num_drafted: int) -> None:
+    """A verdict on so many drafted tokens of each request, nobody drawing at random."""
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    drafts = SpecDecodeMetadata.make_dummy([[0] * num_drafted] * num_reqs, device=runner.device)
+    vocab_size = runner.input_batch.vocab_size
+    logits = torch.zeros((num_reqs * (num_drafted + 1), vocab_size), dtype=runner.dtype, device=runner.device)
+    runner.rejection_sampler(drafts, None, logits, _greedy(runner))
+
+
+def _draft(runner: Any, num_tokens: int, num_drafted: int, block_table: torch.Tensor) -> None:
+    """As behind a verification of so many tokens of each request. Block 0, which it writes to, is nobody's."""
     drafter, device, num_reqs = runner.drafter, runner.device, len(block_table)
     nobody = SimpleNamespace(num_reqs=0, req_ids=[], vocab_size=runner.input_batch.vocab_size)
     sampled = torch.zeros((num_reqs, num_tokens), dtype=torch.int32, device=device)
-    next_token_ids, counts = drafter.prepare_next_token_ids_padded(sampled, {}, nobody, runner.discard_request_mask.gpu)
-    rejected = None
+    mask = runner.discard_request_mask.gpu
+    next_token_ids, counts = drafter.prepare_next_token_ids_padded(sampled, {}, nobody, mask)
+    first = _first_pass(runner, num_tokens, block_table, next_token_ids)
     if num_tokens > 1:
         ends = torch.arange(1, num_reqs + 1, dtype=torch.int32, device=device) * (num_tokens - 1)
-        _, _, rejected = drafter.prepare_inputs_padded(
-            uniform_metadata(drafter, num_tokens, block_table), SimpleNamespace(cu_num_draft_tokens=ends), counts
+        found = drafter.prepare_inputs_padded(
+            first["common_attn_metadata"], SimpleNamespace(cu_num_draft_tokens=ends), counts
         )
-    _read(runner, num_tokens, block_table, next_token_ids, rejected)
+        first["common_attn_metadata"], first["token_indices_to_sample"], first["num_rejected_tokens_gpu"] = found
+    drafter.propose(num_drafted, sampling_metadata=_greedy(runner), **first)
 
 
-def _read(
-    runner: Any,
-    num_tokens: int,
-    block_table: torch.Tensor,
-    next_token_ids: torch.Tensor,
-    rejected: torch.Tensor | None = None,
-) -> None:
-    """What a draft's first pass over so many tokens of each request begins with. The pass itself is not made."""
+def _greedy(runner: Any) -> Any:
+    # Of a batch without requests vLLM says both.
+    return dataclasses.replace(runner.input_batch.sampling_metadata, all_greedy=True, all_random=False)
+
+
+def _first_pass(
+    runner: Any, num_tokens: int, block_table: torch.Tensor, next_token_ids: torch.Tensor
+) -> dict[str, Any]:
+    """What vLLM is told of a draft's first pass over so many tokens of each request."""
     total = len(block_table) * num_tokens
-    runner.drafter.set_inputs_first_pass(
-        target_token_ids=torch.zeros(total, dtype=torch.int32, device=runner.device),
-        next_token_ids=next_token_ids,
-        target_positions=torch.zeros(total, dtype=torch.int64, device=runner.device),
-        target_hidden_states=None,
-        token_indices_to_sample=None,
-        cad=uniform_metadata(runner.drafter, num_tokens, block_table),
-        num_rejected_tokens_gpu=rejected,
-    )
+    return {
+        "target_token_ids": torch.zeros(total, dtype=torch.int32, device=runner.device),
+        "target_positions": torch.zeros(total, dtype=torch.int64, device=runner.device),
+        "target_hidden_states": None,
+        "next_token_ids": next_token_ids,
+        "token_indices_to_sample": None,
+        "common_attn_metadata": uniform_metadata(runner.drafter, num_tokens, block_table),
+        "num_rejected_tokens_gpu": None,
+    }

@@ -12,6 +12,7 @@ import pytest
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
 from dsde.simulation import Costs, Line, Requests, make_stream, simulate
+from dsde.simulation.measured import MeasuredCosts
 
 MEMORY_BOUND = Costs(Line(0.8e-3, 8, 8e-6), Line(3.9e-3, 8, 22e-6))
 COMPUTE_BOUND = Costs(Line(2e-3, 4, 0.5e-3), Line(20e-3, 4, 5e-3))
@@ -418,6 +419,23 @@ def test_a_draft_that_never_fails_is_believed_and_no_more() -> None:
     assert np.isfinite(policy.acceptance.weights).all()
     assert policy.acceptance.rate < 1
     assert drafted[-1] >= 64 * 4
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_large_batch_begins_and_goes_on(seed: int) -> None:
+    """Of hundreds of sequences the first step tells much at once, of signals that tell nothing; and a step that was
+    slow must not stop all of them, since beginning again costs more the later it comes."""
+    costs = MeasuredCosts(
+        draft=[[256, 3.3e-3]],
+        verify=[[256, 256, 11.4e-3], [256, 512, 16.5e-3], [256, 768, 22.4e-3]],
+        catch_up=[[256, 2e-3], [4096, 17.6e-3]],
+    )
+    requests = make_stream("blind:iid:0.9").draw(256, 100, seed)
+    off, one, speed = (
+        simulate(make_policy(spec), requests, costs, 256).tokens_per_s for spec in ("off", "static:1", "auto")
+    )
+    assert one > 1.07 * off
+    assert speed > 1.03 * off
 
 
 def test_signals_that_nobody_has_teach_nothing() -> None:

@@ -24,6 +24,8 @@ PRIOR_WEIGHTS = np.array([0.5, 1.0, -1.0, 1.0, 3.0])
 """constant, history, root of the entropy, top probability, margin: sure drafts are accepted, others as by a coin"""
 PRIOR_PRECISION = 1.0
 """of each of them: worth about ten tokens"""
+FARTHEST = 1.0
+"""that the log-odds of any position may move in one step"""
 MEMORY = 4096.0
 """tested tokens, of all requests, after which what was learnt from others counts about a third"""
 MEMORIES = np.array([8.0, 24.0, 96.0, 96.0, 96.0])
@@ -173,7 +175,10 @@ class AcceptanceModel:
         missing, doubts = stood - chances, chances * (1 - chances)
         kept = math.exp(-missing.size / MEMORY)
         self._information = kept * self._information + (1 - kept) * _PRIOR + looks.T @ (looks * doubts[:, None])
-        self.weights += np.linalg.solve(self._information, looks.T @ missing)
+        step = np.linalg.solve(self._information, looks.T @ missing)
+        # A large batch at once, far from what was thought, would lead anywhere: the curvature is that of this place.
+        farthest = float(np.abs(looks @ step).max(initial=0.0))
+        self.weights += step / max(farthest / FARTHEST, 1.0)
 
 
 def _tested(outcome: Outcome, num_tested: IntArray) -> tuple[IntArray, IntArray, FloatArray]:

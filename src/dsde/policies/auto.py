@@ -29,6 +29,9 @@ MOST_BLIND = 8
 """steps without drafts that are made only to have them measured, one after the other; some engines measure nothing"""
 URGENCY = 10.0
 """how much more of the time goes into probes that drafting would save, as it seems: a tenth of it"""
+PATIENCE = 3
+"""drafts that were planned although they do not seem to pay, before everybody stops: what one step took may be an
+accident, and whoever begins again has to read what the draft missed"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -57,6 +60,8 @@ class _Draft:
     is_probing: bool
     is_blind: bool
     """made without drafts because nobody knows what that costs"""
+    is_doubtful: bool
+    """made with drafts that do not seem to pay"""
     foregone_s: float
     """that drafting is believed to save, and nobody does"""
 
@@ -102,6 +107,8 @@ class Auto(Policy):
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
         self._drafts = False
+        self._num_doubtful = 0
+        """of the newest drafts"""
         self._foregone_s = 0.0
         """that drafting would have saved since it was last believed to save nothing"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
@@ -162,6 +169,7 @@ class Auto(Policy):
         self.acceptance.observe(outcome)
         if draft.is_probing:
             self._probe.end(step, plain_s)
+        self._num_doubtful = self._num_doubtful + 1 if draft.is_doubtful else 0
         self._foregone_s = self._foregone_s + outcome.num_steps * draft.foregone_s if draft.foregone_s else 0.0
         kept = math.exp(-outcome.num_steps / GAIN_MEMORY)
         if not outcome.drafted.any() and not outcome.num_draft_passes:
@@ -228,7 +236,8 @@ class Auto(Policy):
                 num_usual=int(chosen.max(initial=0)),
                 dearer=rate * (prices.beyond_s - prices.token_s),
             )
-        return _Draft(batch, plan, planned_rate, is_probing, is_blind, foregone_s)
+        is_doubtful = pays and not self._seems_to_pay(choice)
+        return _Draft(batch, plan, planned_rate, is_probing, is_blind, is_doubtful, foregone_s)
 
     def _decide(self, batch: BatchView, choice: _Choice) -> tuple[bool, float]:
         """Whether to draft; if not, seconds a step that drafting is believed to save all the same.
@@ -236,12 +245,14 @@ class Auto(Policy):
         Nobody begins again before these have summed up to what beginning costs: the draft has to read what it missed,
         and where drafts bring as much as they cost it would read that for nothing, time and again.
         """
-        rate = choice.rate * self._gain
-        if rate <= choice.rate_off or not choice.lengths.any():
-            return False, 0.0
+        if not self._seems_to_pay(choice):
+            return self._drafts and self._num_doubtful < PATIENCE and bool(choice.lengths.any()), 0.0
         if self._drafts or self._missing_s(batch) <= 0:
             return True, 0.0
-        return False, batch.num_sequences * (1 / choice.rate_off - 1 / rate)
+        return False, batch.num_sequences * (1 / choice.rate_off - 1 / (choice.rate * self._gain))
+
+    def _seems_to_pay(self, choice: _Choice) -> bool:
+        return choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
 
     def _missing_s(self, batch: BatchView) -> float:
         """What beginning costs beyond what drafting would have saved so far."""
@@ -258,15 +269,12 @@ class Auto(Policy):
         pass_s = np.concatenate(([0.0], self.cost.draft_s(np.arange(1.0, kinds.size + 1))))
         draft_s = pass_s[counts.astype(np.intp)]
         seconds = self.cost.start_s + np.add.accumulate(draft_s, axis=1) + self.cost.verify_s(packed)
-        rates = (num_base + gains) / seconds
+        rates = np.where(drafted > 0, (num_base + gains) / seconds, 0.0)
         level, last = divmod(int(rates.argmax()), self.max)
-        plain_s = float(self.cost.verify_s(num_plain))
-        rate, rate_off = float(rates[level, last]), num_base / plain_s
-        if rate <= rate_off:
-            return _Choice(batch.rooms * 0, rate_off, plain_s, rate_off)
+        rate_off = num_base / float(self.cost.verify_s(num_plain))
         lengths = np.full(kinds.size, last + 1) if one_length else self._menu.lengths(kinds, level, last + 1)
         lengths = np.minimum(lengths, batch.rooms)
-        return _Choice(lengths, rate, float(seconds[level, last]), rate_off)
+        return _Choice(lengths, float(rates[level, last]), float(seconds[level, last]), rate_off)
 
 
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:

@@ -186,6 +186,7 @@ class Auto(Policy):
 
     def _draft(self, batch: BatchView) -> _Draft:
         """The plan for such a batch by all that is known."""
+        self.cost.turn_to(batch.num_sequences)
         outlooks, doubts = self.acceptance.outlooks(batch.slots)
         # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
         # the same way. While nobody drafts there are probes for that.

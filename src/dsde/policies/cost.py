@@ -18,6 +18,7 @@ from dsde.policies.curve import KNEE, Curve
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
 from dsde.policies.tempo import NUM_ALIKE, Tempo
+from dsde.policies.verifications import Verifications
 
 VERIFY_S = 0.01
 DRAFT_SHARE = 0.1
@@ -52,7 +53,8 @@ class _Sequences(SlotTable):
 
 
 class CostModel:
-    """Seconds of a draft pass against the sequences in it, and of a verification against its packed tokens.
+    """Seconds of a draft pass against the sequences in it, and of a verification against its packed tokens, for batches
+    of different sizes apart.
 
     Assumptions. A step takes `start_s + passes * draft_s(sequences) + verify_s(tokens)`, tokens being one for every
     decoding sequence, all drafted ones and those of prompts read in the same pass. A pass in which fewer sequences
@@ -62,7 +64,7 @@ class CostModel:
     proportion above, and a draft pass takes a tenth of a verification of as many tokens: only the ratio matters, and
     only until there is evidence.
 
-    Identifiable from one batch size alone are the level of the draft and, as soon as lengths vary, the verification
+    Identifiable at a batch size are the level of the draft and, as soon as lengths vary, the verification
     at as many sizes as there were lengths. What was never measured is taken to cost as little as is plausible (see
     `Curve`). A policy misled by that tries it, and then it has been measured; a guess on the dear side would never be
     put right.
@@ -83,7 +85,7 @@ class CostModel:
         make many small passes, and which measures a step without drafts before it compares anything with it.
         """
         self._num_tried = num_tried
-        self._verify = Curve(VERIFY_S, is_flat_below)
+        self._verifications = Verifications(VERIFY_S, is_flat_below)
         self._draft = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
         self._start = Start()
@@ -98,7 +100,15 @@ class CostModel:
     @property
     def num_measured(self) -> int:
         """Verifications seen, of any size."""
-        return self._verify.num_measured
+        return self._verifications.num_measured
+
+    @property
+    def _verify(self) -> Curve:
+        return self._verifications.current
+
+    def turn_to(self, num_sequences: int) -> None:
+        """Questions are about a batch of so many, until told otherwise: at first that of the newest step."""
+        self._verifications.turn_to(num_sequences)
 
     def draft_s(self, batch_sizes: ArrayLike) -> FloatArray:
         """Of one draft pass with so many sequences in it."""
@@ -161,14 +171,17 @@ class CostModel:
 
     def observe(self, outcome: Outcome) -> StepCost:
         """Learn from a step, and say what its seconds were for."""
+        self.turn_to(outcome.num_sequences)
         for _ in range(min(outcome.num_steps, NUM_ALIKE)):  # of a rest it is the median, and no accident
             self._follow_tempo(outcome)
         # Those of a machine that has just changed must not be kept with, and scaled like, those from before.
         self._aside.append(outcome)
         if not self._tempo.is_waiting or len(self._aside) == MOST_ASIDE:
             for seen in self._aside:
+                self.turn_to(seen.num_sequences)
                 self._measure(seen)
             self._aside.clear()
+            self.turn_to(outcome.num_sequences)
         self._follow(outcome)
         return self._split(outcome)
 
@@ -184,9 +197,8 @@ class CostModel:
         ratio = self._verify.ratio(_num_verified(outcome), outcome.verify_s)
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)
         if factor != 1.0:
-            for curve in (self._verify, self._draft, self._catch_up):
+            for curve in (self._verifications, self._draft, self._catch_up, self._start):
                 curve.scale(factor)
-            self._start.scale(factor)
 
     def _measure(self, outcome: Outcome) -> None:
         if outcome.verify_s > 0:
@@ -249,9 +261,9 @@ class CostModel:
     def to_dict(self) -> dict[str, Any]:
         """What was learnt, for JSON."""
         return {
-            "version": 1,
+            "version": 2,
             "start_s": self._start.seconds,
-            "verify": self._verify.to_dict(),
+            "verify": self._verifications.to_dict(),
             "draft": self._draft.to_dict(),
             "catch_up": self._catch_up.to_dict(),
         }
@@ -266,9 +278,10 @@ class CostModel:
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `to_dict` saved, nothing having been measured yet. Raises InvalidInput where it is none."""
         try:
-            if saved["version"] != 1:
+            if saved["version"] not in (1, 2):
                 raise ValueError("version")
-            self._verify.restore(saved["verify"])
+            verifications = self._verifications
+            (verifications.restore if saved["version"] == 2 else verifications.restore_all)(saved["verify"])
             self._draft.restore(saved["draft"])
             self._catch_up.restore(saved["catch_up"])
             # Of an older file it is spread over the passes.

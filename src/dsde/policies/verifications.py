@@ -1,0 +1,58 @@
+"""Seconds of a verification against its tokens, for every size of batch by itself.
+
+As many tokens take longer if more sequences share them, since all their contexts are read; how much longer depends on
+the machine, the model and the contexts. So batches of different sizes, each up to twice as large as the one before,
+learn from their own steps alone. One that is new goes by the nearest until it has measured something. Knows nothing of
+drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsde.policies.curve import Curve
+
+
+class Verifications:
+    def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:
+        self._prior_s, self._is_flat_below = prior_s, is_flat_below
+        self._curves: dict[int, Curve] = {}
+        self.turn_to(1)
+
+    def turn_to(self, num_sequences: int) -> None:
+        """From now on, whoever asks means a batch of so many."""
+        size = max(num_sequences, 1).bit_length()
+        curve = self._curves.get(size)
+        if curve is None:
+            curve = self._curves[size] = Curve(self._prior_s, self._is_flat_below)
+        if not curve.num_measured:
+            curve.nearest = self._nearest(size)
+        self.current = curve
+
+    @property
+    def num_measured(self) -> int:
+        return sum(curve.num_measured for curve in self._curves.values())
+
+    def scale(self, factor: float) -> None:
+        for curve in self._curves.values():
+            curve.scale(factor)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {str(size): curve.to_dict() for size, curve in self._curves.items() if curve.num_measured}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        for name, held in saved.items():
+            curve = self._curves[int(name)] = Curve(self._prior_s, self._is_flat_below)
+            curve.restore(held)
+        self.turn_to(1)
+
+    def restore_all(self, held: dict[str, list[float]]) -> None:
+        """What was saved before batches were told apart is a beginning for all of them."""
+        curve = Curve(self._prior_s, self._is_flat_below)
+        curve.restore(held)
+        self._curves = {1: curve}
+        self.turn_to(1)
+
+    def _nearest(self, size: int) -> Curve | None:
+        measured = [other for other, curve in self._curves.items() if curve.num_measured]
+        return self._curves[min(measured, key=lambda other: abs(other - size))] if measured else None

@@ -421,6 +421,31 @@ def test_a_draft_that_never_fails_is_believed_and_no_more() -> None:
     assert drafted[-1] >= 64 * 4
 
 
+@pytest.mark.parametrize("was_here_before", [False, True])
+def test_another_load_is_another_matter(was_here_before: bool) -> None:
+    """Four tokens of 64 sequences take less time than one of 256 each, whose contexts are all read."""
+    costs = MeasuredCosts(
+        draft=[[64, 1.5e-3], [256, 3.3e-3]],
+        verify=[
+            *([64, 64, 5.8e-3], [64, 192, 7.3e-3], [64, 256, 8.1e-3], [64, 448, 16e-3]),
+            *([256, 256, 11.4e-3], [256, 512, 16.5e-3], [256, 1024, 28e-3]),
+        ],
+        catch_up=[[256, 2e-3], [4096, 17.6e-3]],
+    )
+
+    def speed_of(policy: Policy, num: int, rate: float) -> float:
+        speed = simulate(policy, make_stream(f"blind:iid:{rate}").draw(num, 100, num), costs, num).tokens_per_s
+        policy.forget(np.arange(num))
+        return speed
+
+    policy = Auto()
+    if was_here_before:
+        speed_of(policy, 64, 0.8)
+    speed_of(policy, 256, 0.6)
+    best = max(speed_of(make_policy(f"static:{length}"), 64, 0.95) for length in (1, 2, 3, 4))
+    assert speed_of(policy, 64, 0.95) > (0.97 if was_here_before else 0.93) * best
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_large_batch_begins_and_goes_on(seed: int) -> None:
     """Of hundreds of sequences the first step tells much at once, of signals that tell nothing; and a step that was

@@ -375,11 +375,39 @@ def test_it_can_be_saved_and_loaded() -> None:
     )
 
 
+def test_batches_of_different_sizes_learn_apart_and_go_by_the_nearest_until_then() -> None:
+    cost = CostModel()
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(64)), [3] * 64, [0] * 64, 4e-3, 8e-3))
+    cost.turn_to(200)
+    assert float(cost.verify_s(256)) == pytest.approx(8e-3)
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(256)), [0] * 256, [0] * 256, 0.0, 11e-3))
+    assert float(cost.verify_s(256)) == pytest.approx(11e-3)
+    cost.turn_to(100)
+    assert float(cost.verify_s(256)) == pytest.approx(8e-3)
+    assert cost.num_measured == 8
+
+
+def test_costs_saved_before_batches_were_told_apart_are_a_beginning_for_all() -> None:
+    cost = CostModel()
+    for _ in range(4):
+        cost.observe(outcome_of([0], [3], [0], 4e-3, 8e-3))
+    saved = cost.to_dict()
+    older = CostModel.from_dict(saved | {"version": 1, "verify": next(iter(saved["verify"].values()))})
+    for num in (1, 64, 300):
+        older.turn_to(num)
+        assert float(older.verify_s(4)) == pytest.approx(8e-3)
+
+
 @pytest.mark.parametrize(
     "saved",
     [
         {},
         {"version": 2},
+        {"version": 3, "verify": {}, "draft": {}, "catch_up": {}},
+        {"version": 2, "verify": {"x": {}}, "draft": {}, "catch_up": {}},
+        {"version": 2, "verify": {"1": {"1": [-1.0]}}, "draft": {}, "catch_up": {}},
         {"version": 1, "verify": {"1": [1.0]}, "draft": 3},
         {"version": 1, "verify": {"99999": [1.0]}},
         {"version": 1, "verify": {"1": [-1.0]}},

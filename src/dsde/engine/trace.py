@@ -24,6 +24,7 @@ def expect_seconds(
         return None
     batch, budget, num_drafted = plan.batch, plan.plan.budget, int(drafted.sum())
     num_cut = 0 if budget is None else budget.num_cut
+    model.turn_to(batch.num_sequences)
     verify_s = model.verify_s(batch.num_decoding + num_drafted + batch.num_prompt_tokens)
     return model.drafting_s(num_drafted + num_cut, landing.num_draft_passes), float(verify_s)
 

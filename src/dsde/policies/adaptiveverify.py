@@ -31,6 +31,7 @@ class AdaptiveVerify(Stage):
         return [self.cost]
 
     def apply(self, plan: Plan, batch: BatchView) -> None:
+        self.cost.turn_to(batch.num_sequences)
         budget = num_drafted = int(plan.lengths.sum())
         if num_drafted == 0:
             return

@@ -42,6 +42,7 @@ class AdaServe(Stage):
         return [self.cost]
 
     def apply(self, plan: Plan, batch: BatchView) -> None:
+        self.cost.turn_to(batch.num_sequences)
         needs = self._needed(plan.lengths, batch)
         most_for_need = math.ceil(NEED_SHARE * self.budget / max(batch.slots.size, 1))
         plan.budget = VerifyBudget(Signal.TOP_PROB, self.budget, needs, most_for_need)

@@ -20,7 +20,7 @@ from dsde.policies.base import FloatArray, IntArray, Outcome
 from dsde.policies.slots import SlotTable
 
 NUM_LOOKS = 3
-PRIOR_WEIGHTS = np.array([0.5, 1.0, -1.0, 1.0, 3.0])
+PRIOR_WEIGHTS = np.array([-0.35, 1.0, -1.0, 1.0, 3.0])
 """constant, history, root of the entropy, top probability, margin: sure drafts are accepted, others as by a coin"""
 PRIOR_PRECISION = 1.0
 """of each of them: worth about ten tokens"""
@@ -92,7 +92,7 @@ class AcceptanceModel:
 
     def offsets(self, outlooks: FloatArray) -> FloatArray:
         """Log-odds of a position of sequences with these outlooks, before its signals."""
-        offsets: FloatArray = self.weights[0] + self.weights[1] * self._history(outlooks)
+        offsets: FloatArray = self.weights[0] + self.weights[1] * _log_odds(outlooks)
         return offsets
 
     def observe(self, outcome: Outcome) -> None:
@@ -106,7 +106,7 @@ class AcceptanceModel:
         if not total:
             self._fade(outcome.num_steps)
             return
-        self._learn_weights(outcome, num_tested, self._history(outlooks))
+        self._learn_weights(outcome, num_tested, _log_odds(outlooks))
 
     def forget(self, slots: IntArray) -> None:
         self._sequences.reset(slots)
@@ -126,10 +126,6 @@ class AcceptanceModel:
         trusts: FloatArray = trust / np.add.reduce(trust, axis=1)[:, None]
         return trusts
 
-    def _history(self, outlooks: FloatArray) -> FloatArray:
-        """How far, in log-odds, a sequence is from everybody."""
-        history: FloatArray = np.log(outlooks / (1 - outlooks)) - math.log(self.rate / (1 - self.rate))
-        return history
 
     def _observe_sequences(
         self, slots: IntArray, accepted: IntArray, num_tested: IntArray, ages: IntArray, total: int
@@ -179,6 +175,11 @@ class AcceptanceModel:
         # A large batch at once, far from what was thought, would lead anywhere: the curvature is that of this place.
         farthest = float(np.abs(looks @ step).max(initial=0.0))
         self.weights += step / max(farthest / FARTHEST, 1.0)
+
+
+def _log_odds(chances: FloatArray) -> FloatArray:
+    odds: FloatArray = np.log(chances / (1 - chances))
+    return odds
 
 
 def _tested(outcome: Outcome, num_tested: IntArray) -> tuple[IntArray, IntArray, FloatArray]:

@@ -389,6 +389,15 @@ def test_batches_of_different_sizes_learn_apart_and_go_by_the_nearest_until_then
     assert cost.num_measured == 8
 
 
+def test_beyond_what_was_measured_it_goes_on_as_it_went() -> None:
+    """Not in proportion: who thinks more tokens too dear to try them never learns that they are not."""
+    cost = CostModel()
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(128)), [0] * 128, [0] * 128, 0.0, 7.6e-3))
+        cost.observe(outcome_of(list(range(128)), [1] * 128, [0] * 128, 2e-3, 9.6e-3))
+    assert float(cost.verify_s(384)) == pytest.approx(11.6e-3, rel=0.05)
+
+
 def test_costs_saved_before_batches_were_told_apart_are_a_beginning_for_all() -> None:
     cost = CostModel()
     for _ in range(4):

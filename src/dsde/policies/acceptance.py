@@ -126,7 +126,6 @@ class AcceptanceModel:
         trusts: FloatArray = trust / np.add.reduce(trust, axis=1)[:, None]
         return trusts
 
-
     def _observe_sequences(
         self, slots: IntArray, accepted: IntArray, num_tested: IntArray, ages: IntArray, total: int
     ) -> FloatArray:

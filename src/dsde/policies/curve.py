@@ -40,8 +40,8 @@ class Curve:
     A bucket holds the ratios of its newest measurements to the prior shape, and stands for their median: a step that
     compiled or was preempted does not move it. Elsewhere seconds are the least that is plausible for a curve that is
     flat first and never bends down: between measured sizes a straight line, or the prior shape where that is lower;
-    above them the prior shape, or a straight line from the size half as large where that is higher; below them in
-    proportion to the size. So one size alone fixes the level. Nothing costs more than anything larger: of two buckets
+    above them a straight line through the largest and one at most half as large, or the prior shape where there is none;
+    below them in proportion to the size. So one size alone fixes the level. Nothing costs more than anything larger: of two buckets
     that contradict this the smaller size is lowered, because a step is slow by accident but hardly ever fast.
     """
 
@@ -165,7 +165,7 @@ class Curve:
         far = places[places <= last - BUCKETS_PER_OCTAVE]
         if far.size:
             slope = (table[last] - table[far[-1]]) / (_CENTERS[last] - _CENTERS[far[-1]])
-            table[last:] = np.maximum(table[last:], table[last] + slope * (_CENTERS[last:] - _CENTERS[last]))
+            table[last:] = table[last] + max(slope, 0.0) * (_CENTERS[last:] - _CENTERS[last])
         self._table = np.minimum.accumulate(table[::-1])[::-1]
         self._heights = self._table.tolist()
         self._used[:] = self._ratios

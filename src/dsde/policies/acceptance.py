@@ -4,9 +4,9 @@ Of a sequence there is its *outlook*: the chance of a position that nobody has l
 drawn towards everybody's rate while little is known. How far back one should look depends on what is being written, so
 several memories are kept, and those that foretold best lately count. Of a position that has been looked at there is a
 logistic regression, shared by all requests and never finished: its log-odds are linear in what the draft's distribution
-looks like there (square root of the entropy, top probability, margin) and in how far the sequence's outlook is from
-everybody's rate. So it is learnt, too, how much history still says beside the signals. Only positions up to the first
-rejection are learnt from; those behind it were never tested. Knows nothing of costs.
+looks like there (square root of the entropy, top probability, margin) and in the log-odds of the sequence's outlook. So
+it is learnt, too, how much history still says beside the signals. Only positions up to the first rejection are learnt
+from; those behind it were never tested. Knows nothing of costs.
 """
 
 from __future__ import annotations

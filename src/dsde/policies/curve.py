@@ -40,9 +40,10 @@ class Curve:
     A bucket holds the ratios of its newest measurements to the prior shape, and stands for their median: a step that
     compiled or was preempted does not move it. Elsewhere seconds are the least that is plausible for a curve that is
     flat first and never bends down: between measured sizes a straight line, or the prior shape where that is lower;
-    above them a straight line through the largest and one at most half as large, or the prior shape where there is none;
-    below them in proportion to the size. So one size alone fixes the level. Nothing costs more than anything larger: of two buckets
-    that contradict this the smaller size is lowered, because a step is slow by accident but hardly ever fast.
+    above them a straight line through the largest and one at most half as large, or the prior shape where there is
+    none; below them in proportion to the size. So one size alone fixes the level. Nothing costs more than anything
+    larger: of two buckets that contradict this the smaller size is lowered, because a step is slow by accident but
+    hardly ever fast.
     """
 
     def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:

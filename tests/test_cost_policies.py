@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsde.core.errors import InvalidInput
-from dsde.policies import BatchView, Off, Outcome, Plan, Policy, Static
+from dsde.policies import BatchView, Off, Outcome, Plan, Policy, Static, make_policy
 from dsde.policies.base import IntArray
 from dsde.policies.budgetcap import BudgetCap
 from dsde.policies.cost import CostModel, StepCost
@@ -387,6 +387,42 @@ def test_batches_of_different_sizes_learn_apart_and_go_by_the_nearest_until_then
     cost.turn_to(100)
     assert float(cost.verify_s(256)) == pytest.approx(8e-3)
     assert cost.num_measured == 8
+
+
+def test_one_step_of_a_new_size_does_not_outweigh_the_nearest() -> None:
+    cost = CostModel()
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(32)), [0] * 32, [0] * 32, 0.0, 5e-3))
+    cost.observe(outcome_of(list(range(64)), [0] * 64, [0] * 64, 0.0, 60e-3, num_prompt_tokens=2000))
+    assert float(cost.verify_s(64)) < 6e-3
+    cost.turn_to(63)
+    for _ in range(3):
+        cost.observe(outcome_of(list(range(63)), [0] * 63, [0] * 63, 0.0, 7e-3))
+    assert float(cost.verify_s(64)) == pytest.approx(7e-3, rel=0.01)
+
+
+def test_costs_of_a_batch_size_grow_old_while_others_run() -> None:
+    cost = CostModel()
+    for _ in range(40):
+        cost.observe(outcome_of(list(range(64)), [0] * 64, [0] * 64, 0.0, 8e-3))
+    for _ in range(1000):
+        cost.observe(outcome_of(list(range(8)), [0] * 8, [0] * 8, 0.0, 4e-3))
+    for _ in range(3):
+        cost.observe(outcome_of(list(range(64)), [0] * 64, [0] * 64, 0.0, 9.6e-3))
+    assert float(cost.verify_s(64)) == pytest.approx(9.6e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("spec", ["goodput", "goodput:per=sequence", "static:4|gate"])
+def test_plans_go_by_the_costs_of_their_own_batch(spec: str) -> None:
+    """And not of the newest step's."""
+    policy = make_policy(spec)
+    (cost,) = policy.cost_models
+    asked = []
+    turn_to = cost.turn_to
+    cost.turn_to = lambda num: (asked.append(num), turn_to(num))[1]  # type: ignore[method-assign]
+    for num in (64, 3):
+        policy.plan(batch_of(list(range(num))))
+        assert asked[-1] == num
 
 
 def test_beyond_what_was_measured_it_goes_on_as_it_went() -> None:

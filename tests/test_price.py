@@ -53,8 +53,11 @@ def best_lengths(cost: CostModel, outlooks: np.ndarray, longest: int) -> tuple[n
     return best
 
 
-def stop_at(cost: CostModel, outlooks: np.ndarray, lengths: np.ndarray, rate: float) -> StopByWorth:
-    prices = find_prices(cost, rate, outlooks, lengths, outlooks.size)
+def stop_at(
+    cost: CostModel, outlooks: np.ndarray, lengths: np.ndarray, rate: float, rooms: np.ndarray | None = None
+) -> StopByWorth:
+    rooms = np.full(outlooks.size, 100) if rooms is None else rooms
+    prices = find_prices(cost, rate, outlooks, lengths, rooms, outlooks.size)
     assert 0 <= prices.token_s <= prices.beyond_s
     return StopByWorth(
         weights=np.zeros(3),
@@ -89,6 +92,19 @@ def test_of_unlike_sequences_nearly_as_many_tokens_are_drafted(seed: int) -> Non
     assert len(set(lengths.tolist())) > 1
     found = drafted(stop_at(cost, outlooks, lengths, rate), 64, 2 * int(lengths.max()) + 2)
     assert sum(found) == pytest.approx(lengths.sum(), rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_those_at_their_end_do_not_make_tokens_dearer_for_others(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cost = Steps({128: 0.3e-3, 320: 6e-3}, slope_s=4e-6, draft_s=0.4e-3)
+    outlooks = np.where(rng.random(64) < 0.5, 0.95, 0.4) + rng.normal(0, 0.01, 64)
+    lengths, rate = best_lengths(cost, outlooks, 12)
+    rooms = np.where(np.arange(64) % 10 == 0, 1, 100)
+    lengths = np.minimum(lengths, rooms)
+    stop = stop_at(cost, outlooks, lengths, rate, rooms)
+    found = np.minimum(drafted(stop, 64, 2 * int(lengths.max()) + 2), rooms)
+    assert found.sum() == pytest.approx(lengths.sum(), rel=0.1)
 
 
 def test_a_sure_draft_may_go_beyond_a_jump_if_it_pays_for_it() -> None:

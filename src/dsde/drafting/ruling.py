@@ -77,7 +77,8 @@ class Ruling:
         host["rule"][:] = self.kind, self.look, depth == self.first_depth, number
         host["rule_numbers"][:] = self.numbers
         if self._costs is not None:
-            host["rule_numbers"][3:6] = self._costs(depth)
+            with np.errstate(over="ignore"):
+                host["rule_numbers"][3:6] = self._costs(depth)
 
 
 def ruling_sizes(count: int) -> dict[str, int]:

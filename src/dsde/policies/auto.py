@@ -205,7 +205,7 @@ class Auto(Policy):
         is_probing = not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = self._probe.lengths
-        prices = find_prices(self.cost, rate, outlooks, choice.lengths, batch.num_plain_tokens)
+        prices = find_prices(self.cost, rate, outlooks, choice.lengths, batch.rooms, batch.num_plain_tokens)
         ones = np.ones(batch.slots.size)
         plan = Plan(
             lengths=lengths,
@@ -222,7 +222,7 @@ class Auto(Policy):
             },
         )
         if not (pays or is_probing or is_blind or self._probe.is_under_way):
-            plain_s = batch.num_sequences / choice.rate_off
+            plain_s = float(self.cost.verify_s(batch.num_plain_tokens))
             plan.num_resting = self._probe.num_steps_left(plain_s + URGENCY * foregone_s)
             if foregone_s:
                 plan.num_resting = min(plan.num_resting, int(self._missing_s(batch) / foregone_s))

@@ -195,6 +195,9 @@ class CostModel:
             self._tempo.pass_over()
             return
         ratio = self._verify.ratio(_num_verified(outcome), outcome.verify_s)
+        if ratio is None and not self._verify.is_trusted:
+            self._tempo.pass_over()  # steps of a batch size that is new do not tell, however many are waited for
+            return
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)
         if factor != 1.0:
             for curve in (self._verifications, self._draft, self._catch_up, self._start):
@@ -249,10 +252,11 @@ class CostModel:
         self._sequences.num_behind[outcome.slots] = np.where(has_drafted, 0, behind)
 
     def describe(self) -> dict[str, float]:
-        """A few numbers for a trace: how much was measured, and what the smallest and largest sizes cost."""
+        """A few numbers for a trace: how much was measured, and what the smallest and largest sizes cost, in a batch
+        like the newest."""
         numbers: dict[str, float] = {}
         for name, curve in (("verify", self._verify), ("draft", self._draft), ("catch_up", self._catch_up)):
-            numbers[f"num_{name}_measured"] = float(curve.num_measured)
+            numbers[f"num_{name}_measured"] = float(self.num_measured if name == "verify" else curve.num_measured)
             if curve.sizes.size:
                 numbers[f"{name}_least_size"], numbers[f"{name}_most_size"] = curve.sizes[[0, -1]].tolist()
                 numbers[f"{name}_least_s"], numbers[f"{name}_most_s"] = curve.seconds(curve.sizes[[0, -1]]).tolist()

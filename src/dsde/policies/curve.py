@@ -63,8 +63,12 @@ class Curve:
         """the same, for single sizes"""
         self._is_stale = False
         self.num_measured = 0
+        self._now = 0
+        """measurements so far, here and elsewhere"""
+        self.is_trusted = False
+        """whether any size was measured often enough to count"""
         self.nearest: Curve | None = None
-        """that it goes by until it has measured something"""
+        """that it goes by until then"""
 
     def observe(self, size: float, seconds: float, num: int = 1) -> None:
         """So many measurements of a size."""
@@ -72,18 +76,24 @@ class Curve:
             return
         index = _bucket(size)
         num_seen = int(self._num_seen[index])
-        if self.num_measured - int(self._seen_at[index]) > LONGEST_PAUSE:
+        if self._now - int(self._seen_at[index]) > LONGEST_PAUSE:
             num_seen = 0
         for place in range(num_seen, num_seen + min(num, NUM_HELD)):
             self._held[index, place % NUM_HELD] = seconds / (self.prior_s * max(size, KNEE) / KNEE)
         num_seen += min(num, NUM_HELD)
         self.num_measured += num
-        self._num_seen[index], self._seen_at[index] = num_seen, self.num_measured
+        self._now += num
+        self._num_seen[index], self._seen_at[index] = num_seen, self._now
+        self.is_trusted = self.is_trusted or num_seen >= NUM_TRUSTED
         typical, used = self._typical(index), float(self._used[index])
         self._ratios[index] = typical
         # Not for every wobble of a median: working the table out again is what takes time.
         has_moved = abs(typical - used) > WOBBLE * used or num_seen <= NUM_TRUSTED
-        self._is_stale = self._is_stale or has_moved or self.num_measured >= self._rebuild_at
+        self._is_stale = self._is_stale or has_moved or self._now >= self._rebuild_at
+
+    def pass_time(self, num: int) -> None:
+        """So many measurements were made elsewhere."""
+        self._now += num
 
     def renew(self, size: float) -> None:
         """What was measured at about this size counts no longer, but for the newest: of two the lower one does."""
@@ -96,7 +106,7 @@ class Curve:
 
     def seconds(self, sizes: ArrayLike) -> FloatArray:
         """What these sizes cost; the last two knots go on as a line, so that nothing is too large."""
-        if self.nearest is not None and not self.num_measured:
+        if self.nearest is not None and not self.is_trusted:
             return self.nearest.seconds(sizes)
         if self._is_stale:
             self._rebuild()
@@ -132,7 +142,7 @@ class Curve:
 
     def age(self, size: float) -> int:
         """Measurements made since the last one at about this size."""
-        return self.num_measured - int(self._seen_at[_bucket(size)])
+        return self._now - int(self._seen_at[_bucket(size)])
 
     @property
     def sizes(self) -> FloatArray:
@@ -150,7 +160,7 @@ class Curve:
         return float(held[0] if num <= NUM_TRUSTED else held[(num - 1) // 2])
 
     def _rebuild(self) -> None:
-        silent = self.num_measured - self._seen_at > LONGEST_SILENCE
+        silent = self._now - self._seen_at > LONGEST_SILENCE
         self._num_seen[silent] = 0
         known = self._num_seen >= NUM_TRUSTED
         if not known.any():
@@ -170,7 +180,7 @@ class Curve:
         self._table = np.minimum.accumulate(table[::-1])[::-1]
         self._heights = self._table.tolist()
         self._used[:] = self._ratios
-        self._rebuild_at = self.num_measured + NUM_HELD
+        self._rebuild_at = self._now + NUM_HELD
         self._is_stale = False
 
     def scale(self, factor: float) -> None:
@@ -197,9 +207,11 @@ class Curve:
                 raise ValueError(name)
             self._held[index, : values.size] = values
             self._num_seen[index] = values.size
+            self.is_trusted = self.is_trusted or values.size >= NUM_TRUSTED
             self.num_measured += values.size
             self._ratios[index] = self._typical(index)
-        self._seen_at[self._num_seen > 0] = self.num_measured
+        self._now = self.num_measured
+        self._seen_at[self._num_seen > 0] = self._now
         self._is_stale = bool(held)
 
 

@@ -12,22 +12,34 @@ from typing import Any
 
 from dsde.policies.curve import Curve
 
+LARGEST_SIZE = 32
+"""of batches, the logarithm"""
+
 
 class Verifications:
     def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:
         self._prior_s, self._is_flat_below = prior_s, is_flat_below
         self._curves: dict[int, Curve] = {}
+        self._left_at: dict[int, int] = {}
+        """by size: measurements that there were of all sizes when somebody last asked for it"""
+        self._size = -1
         self.turn_to(1)
 
     def turn_to(self, num_sequences: int) -> None:
         """From now on, whoever asks means a batch of so many."""
-        size = max(num_sequences, 1).bit_length()
+        size = min((max(num_sequences, 1) - 1).bit_length(), LARGEST_SIZE)
+        if size == self._size:
+            return
+        now = self.num_measured
+        self._left_at[self._size] = now
         curve = self._curves.get(size)
         if curve is None:
             curve = self._curves[size] = Curve(self._prior_s, self._is_flat_below)
-        if not curve.num_measured:
+        else:
+            curve.pass_time(now - self._left_at.get(size, now))
+        if not curve.is_trusted:
             curve.nearest = self._nearest(size)
-        self.current = curve
+        self._size, self.current = size, curve
 
     @property
     def num_measured(self) -> int:
@@ -42,17 +54,17 @@ class Verifications:
 
     def restore(self, saved: dict[str, Any]) -> None:
         for name, held in saved.items():
+            if not 0 <= int(name) <= LARGEST_SIZE:
+                raise ValueError(name)
             curve = self._curves[int(name)] = Curve(self._prior_s, self._is_flat_below)
             curve.restore(held)
+        self._size = -1
         self.turn_to(1)
 
     def restore_all(self, held: dict[str, list[float]]) -> None:
         """What was saved before batches were told apart is a beginning for all of them."""
-        curve = Curve(self._prior_s, self._is_flat_below)
-        curve.restore(held)
-        self._curves = {1: curve}
-        self.turn_to(1)
+        self.restore({"0": held})
 
     def _nearest(self, size: int) -> Curve | None:
-        measured = [other for other, curve in self._curves.items() if curve.num_measured]
+        measured = [other for other, curve in self._curves.items() if curve.is_trusted and other != size]
         return self._curves[min(measured, key=lambda other: abs(other - size))] if measured else None

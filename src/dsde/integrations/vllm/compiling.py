@@ -26,7 +26,9 @@ def compile_all(runner: Any, longest: int) -> None:
     """For verifications of up to so many tokens of a request, and for reading any number. Nobody must be served yet."""
     drafter, max_num_seqs = runner.drafter, runner.scheduler_config.max_num_seqs
     block_table = runner.input_batch.block_table[drafter.kv_cache_gid].get_device_tensor(max_num_seqs)
-    for num_reqs in (num for num in BATCHES if num <= max_num_seqs):
+    # Behind the longest verification a draft reads one more token of each request.
+    most = min(max_num_seqs, drafter.max_num_tokens // (longest + 1))
+    for num_reqs in (num for num in BATCHES if num <= most):
         table = block_table[:num_reqs]
         if longest > 1:
             _judge(runner, num_reqs, longest - 1)

@@ -199,9 +199,10 @@ class Auto(Policy):
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
         planned_rate = num_emitted / choice.seconds if pays else 0.0
         rate = max(planned_rate * self._gain, choice.rate_off)
-        # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones: they are priced
-        # before anything has been measured.
-        lengths = np.where(chosen > 0, np.minimum(2 * chosen + 2, self._reach), 0)
+        # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones, at all and in a
+        # batch of this size: nobody knows what so many tokens cost.
+        known = (2 * self.cost.most_verified - batch.num_plain_tokens) // max(batch.num_sequences, 1)
+        lengths = np.where(chosen > 0, np.minimum(2 * chosen + 2, min(self._reach, max(known, FIRST_REACH))), 0)
         is_probing = not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = self._probe.lengths

@@ -161,6 +161,12 @@ class CostModel:
         """Whether verifications of so many tokens, or more, have been."""
         return self._verify.largest >= tokens
 
+    @property
+    def most_verified(self) -> int:
+        """Tokens of the largest verification measured, about; 0: none."""
+        sizes = self._verify.sizes
+        return int(sizes[-1]) if sizes.size else 0
+
     def is_below(self, tokens: float) -> bool:
         """Whether verifications of so many tokens, or fewer, have hardly been measured."""
         return self._verify.num_at_most(tokens) < self._num_tried

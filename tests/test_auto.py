@@ -448,8 +448,7 @@ def test_another_load_is_another_matter(was_here_before: bool) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_large_batch_begins_and_goes_on(seed: int) -> None:
-    """Of hundreds of sequences the first step tells much at once, of signals that tell nothing; and a step that was
-    slow must not stop all of them, since beginning again costs more the later it comes."""
+    """A step that was slow must not stop all of them: beginning again costs more the later it comes."""
     costs = MeasuredCosts(
         draft=[[256, 3.3e-3]],
         verify=[[256, 256, 11.4e-3], [256, 512, 16.5e-3], [256, 768, 22.4e-3]],
@@ -461,6 +460,17 @@ def test_a_large_batch_begins_and_goes_on(seed: int) -> None:
     )
     assert one > 1.07 * off
     assert speed > 1.03 * off
+
+
+def test_one_step_moves_no_position_far() -> None:
+    """However many sequences it tells of at once: far from what was thought the curvature leads anywhere."""
+    rng, model = np.random.default_rng(0), AcceptanceModel()
+    signals = rng.random((256, 3)) * [4.0, 1.0, 1.0]
+    looks = np.column_stack([np.ones(256), np.full(256, 0.85), np.sqrt(signals[:, 0]), signals[:, 1:]])
+    for accepted in (0, 1, 0):
+        before = looks @ model.weights
+        model.observe(outcome([1] * 256, [accepted] * 256, signals))
+        assert 0.1 < np.abs(looks @ model.weights - before).max() < 2.0
 
 
 def test_signals_that_nobody_has_teach_nothing() -> None:

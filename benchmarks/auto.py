@@ -29,6 +29,7 @@ from dsde.core.errors import InvalidInput
 from dsde.policies import Policy, make_policy
 from dsde.simulation import COSTS, Costs, MeasuredCosts, Requests, make_costs, make_stream, simulate
 from dsde.simulation.traces import Recorded
+from intervals import half_width
 from oracle import Clairvoyant, Follower, Oracle
 
 FOLDER = Path(__file__).parent
@@ -47,8 +48,6 @@ SHIFT = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "ra
 NUM_SHIFTS = 6
 """times that the answers of a category are given"""
 HALVES, TRANSITION = "0.95 / 0.4", "transition"
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36}
-"""two-sided 95 % by the number of seeds"""
 
 Maker = Callable[[Requests], Policy]
 
@@ -79,10 +78,7 @@ class Speeds:
     def ratio(self, first: str, second: str) -> tuple[float, float]:
         """Mean over seeds and the half width of its interval."""
         ratios = self.by_policy[first] / self.by_policy[second]
-        if ratios.size < 2:
-            return float(ratios.mean()), 0.0
-        t = STUDENT.get(ratios.size, 2.0)
-        return float(ratios.mean()), float(t * ratios.std(ddof=1) / np.sqrt(ratios.size))
+        return float(ratios.mean()), half_width(ratios)
 
 
 class Bench:

@@ -52,7 +52,8 @@ from dsde.policies.static import Static
 from dsde.sampling import Sampler
 from dsde.verification.synthetic import kind_of
 from gpu import SHAPES, counters, random_model
-from report import MAX_NUM_BATCHED_TOKENS, STUDENT, Report, Row, items, make_parser, parse, whole
+from intervals import half_width
+from report import MAX_NUM_BATCHED_TOKENS, Report, Row, items, make_parser, parse, whole
 
 LENGTHS = {1: (1, 2, 3, 4, 6, 8, 10), 64: (1, 2, 3, 4, 6), 256: (1, 2, 3)}
 """static ones by batch size; of another size: those of the largest that is not larger"""
@@ -354,12 +355,9 @@ class Bench:
 def _ratios(name: str, speeds: list[float], others: list[float]) -> Row:
     """Round by round: all of them, their mean with half the width of its interval, and their median."""
     ratios = [speed / other for speed, other in zip(speeds, others, strict=True)]
-    error = None
-    if len(ratios) > 1:
-        error = STUDENT.get(len(ratios), 2.0) * statistics.stdev(ratios) / len(ratios) ** 0.5
     return {
         name: statistics.mean(ratios),
-        f"{name}_error": error,
+        f"{name}_error": half_width(ratios) if len(ratios) > 1 else None,
         f"{name}_median": statistics.median(ratios),
         f"{name}_rounds": ratios,
     }

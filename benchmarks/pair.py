@@ -24,7 +24,8 @@ from dsde import LLM, SamplingParams  # isort: skip  (before torch, as in cpu.py
 import numpy as np
 import torch
 
-from report import MAX_NUM_BATCHED_TOKENS, STUDENT, Report, Row, make_parser, parse, policy_names, speed_ratio, whole
+from intervals import half_width
+from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, policy_names, speed_ratio, whole
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -197,10 +198,7 @@ def comparisons(speeds: dict[str, list[list[float]]]) -> list[str]:
 def with_interval(ratios: np.ndarray) -> str:
     """Of [categories, rounds]: the mean over categories, with its interval over rounds, and the least category's."""
     means = ratios.mean(axis=0)
-    text = f"{means.mean():.3f}"
-    if means.size > 1:
-        text += f" ± {STUDENT.get(means.size, 2.0) * means.std(ddof=1) / means.size**0.5:.3f}"
-    return f"{text} (least {ratios.mean(axis=1).min():.3f})"
+    return f"{means.mean():.3f} ± {half_width(means):.3f} (least {ratios.mean(axis=1).min():.3f})"
 
 
 def markdown_entry(cell: Row | None, off: Row | None) -> str:

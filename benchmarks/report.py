@@ -1,4 +1,4 @@
-"""What benchmarks on a GPU share: options, intervals, and a report that is saved after every measurement."""
+"""What benchmarks on a GPU share: options, and a report that is saved after every measurement."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ Row = dict[str, Any]
 
 MAX_NUM_BATCHED_TOKENS = 8192
 """as much as vLLM reads at once, or early requests would have finished before late ones begin"""
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36}
-"""two-sided 95 % by the number of rounds"""
 
 
 class Report(dict[str, Any]):

@@ -79,28 +79,21 @@ def test_alike_sequences_get_what_was_chosen_whatever_jumps(num: int, seed: int)
     cost = Steps(jumps, slope_s=5e-6, draft_s=0.8e-3)
     outlooks = np.full(num, rng.uniform(0.7, 0.95))
     lengths, rate = best_lengths(cost, outlooks, 12)
+    assert num > 8 or lengths.any()
     if lengths.any():
         assert drafted(stop_at(cost, outlooks, lengths, rate), num, 2 * int(lengths.max()) + 2) == lengths.tolist()
 
 
+@pytest.mark.parametrize("num_at_end", [0, 7])
 @pytest.mark.parametrize("seed", range(12))
-def test_of_unlike_sequences_nearly_as_many_tokens_are_drafted(seed: int) -> None:
+def test_of_unlike_sequences_nearly_as_many_tokens_are_drafted(seed: int, num_at_end: int) -> None:
+    """Those at their end, who would be worth more, do not make tokens dearer for the others."""
     rng = np.random.default_rng(seed)
     cost = Steps({128: 0.3e-3, 320: 6e-3}, slope_s=4e-6, draft_s=0.4e-3)
     outlooks = np.where(rng.random(64) < 0.5, 0.95, 0.4) + rng.normal(0, 0.01, 64)
     lengths, rate = best_lengths(cost, outlooks, 12)
     assert len(set(lengths.tolist())) > 1
-    found = drafted(stop_at(cost, outlooks, lengths, rate), 64, 2 * int(lengths.max()) + 2)
-    assert sum(found) == pytest.approx(lengths.sum(), rel=0.1)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_those_at_their_end_do_not_make_tokens_dearer_for_others(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    cost = Steps({128: 0.3e-3, 320: 6e-3}, slope_s=4e-6, draft_s=0.4e-3)
-    outlooks = np.where(rng.random(64) < 0.5, 0.95, 0.4) + rng.normal(0, 0.01, 64)
-    lengths, rate = best_lengths(cost, outlooks, 12)
-    rooms = np.where(np.arange(64) % 10 == 0, 1, 100)
+    rooms = np.where(np.arange(64) < num_at_end, 1, 100)
     lengths = np.minimum(lengths, rooms)
     stop = stop_at(cost, outlooks, lengths, rate, rooms)
     found = np.minimum(drafted(stop, 64, 2 * int(lengths.max()) + 2), rooms)

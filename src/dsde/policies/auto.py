@@ -206,7 +206,7 @@ class Auto(Policy):
         is_probing = not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = self._probe.lengths
-        prices = find_prices(self.cost, rate, outlooks, choice.lengths, batch.rooms, batch.num_plain_tokens)
+        prices = find_prices(self.cost, rate, outlooks, chosen, batch.rooms, batch.num_plain_tokens)
         ones = np.ones(batch.slots.size)
         plan = Plan(
             lengths=lengths,

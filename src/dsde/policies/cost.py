@@ -187,7 +187,6 @@ class CostModel:
                 self.turn_to(seen.num_sequences)
                 self._measure(seen)
             self._aside.clear()
-            self.turn_to(outcome.num_sequences)
         self._follow(outcome)
         return self._split(outcome)
 
@@ -257,17 +256,6 @@ class CostModel:
         has_drafted = (outcome.drafted > 0) | (outcome.num_cut > 0)
         self._sequences.num_behind[outcome.slots] = np.where(has_drafted, 0, behind)
 
-    def describe(self) -> dict[str, float]:
-        """A few numbers for a trace: how much was measured, and what the smallest and largest sizes cost, in a batch
-        like the newest."""
-        numbers: dict[str, float] = {}
-        for name, curve in (("verify", self._verify), ("draft", self._draft), ("catch_up", self._catch_up)):
-            numbers[f"num_{name}_measured"] = float(self.num_measured if name == "verify" else curve.num_measured)
-            if curve.sizes.size:
-                numbers[f"{name}_least_size"], numbers[f"{name}_most_size"] = curve.sizes[[0, -1]].tolist()
-                numbers[f"{name}_least_s"], numbers[f"{name}_most_s"] = curve.seconds(curve.sizes[[0, -1]]).tolist()
-        return numbers
-
     def to_dict(self) -> dict[str, Any]:
         """What was learnt, for JSON."""
         return {
@@ -290,8 +278,9 @@ class CostModel:
         try:
             if saved["version"] not in (1, 2):
                 raise ValueError("version")
-            verifications = self._verifications
-            (verifications.restore if saved["version"] == 2 else verifications.restore_all)(saved["verify"])
+            # Before batches of different sizes were told apart: a beginning for all of them.
+            verify = saved["verify"] if saved["version"] == 2 else {"0": saved["verify"]}
+            self._verifications.restore(verify)
             self._draft.restore(saved["draft"])
             self._catch_up.restore(saved["catch_up"])
             # Of an older file it is spread over the passes.

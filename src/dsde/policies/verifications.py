@@ -61,10 +61,6 @@ class Verifications:
         self._size = -1
         self.turn_to(1)
 
-    def restore_all(self, held: dict[str, list[float]]) -> None:
-        """What was saved before batches were told apart is a beginning for all of them."""
-        self.restore({"0": held})
-
     def _nearest(self, size: int) -> Curve | None:
         measured = [other for other, curve in self._curves.items() if curve.is_trusted and other != size]
         return self._curves[min(measured, key=lambda other: abs(other - size))] if measured else None

@@ -462,6 +462,17 @@ def test_a_large_batch_begins_and_goes_on(seed: int) -> None:
     assert speed > 1.03 * off
 
 
+def test_at_a_new_size_of_batch_it_measures_a_plain_step_and_drafts_on() -> None:
+    """It does not have to earn its way back; and it tries at most twice as many tokens as it has seen verified."""
+    policy = Auto()
+    assert drive(policy, [0.95] * 40, MEMORY_BOUND, 4)[-1] > 4 * 8
+    drafted = drive(policy, [0.95] * 30, MEMORY_BOUND, 24)
+    assert 0 < sum(count == 0 for count in drafted) <= 3
+    sizes = [24 + count for count in drafted]
+    assert all(size <= 2.2 * max(before) for before, size in ((sizes[:i], sizes[i]) for i in range(3, 30)))
+    assert max(drafted) > 24 * 4
+
+
 def test_one_step_moves_no_position_far() -> None:
     """However many sequences it tells of at once: far from what was thought the curvature leads anywhere."""
     rng, model = np.random.default_rng(0), AcceptanceModel()

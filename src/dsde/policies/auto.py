@@ -125,7 +125,8 @@ class Auto(Policy):
         draft = self._next or self._draft(batch)
         draft.batch = batch
         self._current, self._next, self._num_observed = draft, None, 0
-        self._drafts = draft.plan.stop is not None
+        # Whoever only has to know what a step without drafts costs goes on behind it.
+        self._drafts = draft.plan.stop is not None or (draft.is_blind and self._drafts)
         self._num_blind += draft.is_blind
         draft.plan.lengths = np.minimum(draft.plan.lengths, batch.rooms)
         return draft.plan

@@ -1,6 +1,6 @@
 """Times the Triton attention on a CUDA device for a handful of tiles and splits per kind of work.
 
-    python benchmarks/attention.py [--seconds 25] [--shapes 32x8x128,32x8x64]
+    python benchmarks/attention.py [--seconds 25] [--shapes 32x8x128,32x8x64] [--kinds decode,verify,prefill]
 
 Every call of a captured graph reads other blocks of a large cache, scattered at random, so that the L2 cache does not
 help. Per case: what `choose_tile` and `choose_splits` take (marked *) and the fastest candidates. GB/s counts keys and
@@ -50,7 +50,8 @@ class Case(NamedTuple):
 CASES = [
     *(Case("decode", batch, 1, context) for context in (200, 2048) for batch in (1, 8, 64, 256)),
     Case("decode", 1, 1, 32768),
-    *(Case("verify", batch, 5, 200) for batch in (1, 8, 64)),
+    *(Case("verify", batch, 5, context) for context in (200, 600) for batch in (1, 8, 64)),
+    *(Case("verify", batch, 9, 600) for batch in (1, 8, 64)),
     Case("verify", 8, 5, 2048),
     Case("prefill", 1, 2048, 2048),
     Case("prefill", 16, 128, 128),
@@ -77,10 +78,10 @@ def num_rows(queries_per_item: int, shape: Shape) -> int:
 
 
 def tile_heights(case: Case, shape: Shape) -> list[int]:
-    """Queries per item to try: the default, and for long queries also half of it."""
+    """Queries per item to try: the default, and half of it."""
     heads_per_kv = shape.num_heads // shape.num_kv_heads
     default = attention.queries_per_item(case.query_len, heads_per_kv, shape.head_dim, DTYPE)
-    return [default, default // 2] if case.query_len > 64 else [default]
+    return [default, default // 2] if case.query_len > 1 and default > 1 else [default]
 
 
 class Bench:
@@ -124,11 +125,11 @@ class Bench:
         seen = sum(range(case.context - case.query_len + 1, case.context + 1))
         return 4 * case.batch * seen * self.shape.num_heads * self.shape.head_dim
 
-    def compile_all(self) -> int:
+    def compile_all(self, cases: list[Case]) -> int:
         """Compile all that the cases need at once, mostly outside the interpreter lock; how many variants there are."""
         jobs = {
             (num_rows(queries, self.shape), tile): (case, queries, tile)
-            for case in CASES
+            for case in cases
             for queries in tile_heights(case, self.shape)
             for tile in candidates(num_rows(queries, self.shape), self.shape)
         }
@@ -210,14 +211,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=25, help="start no further case after this long")
     parser.add_argument("--shapes", default="32x8x128,32x8x64", help="heads x KV heads x head size")
+    parser.add_argument("--kinds", default="decode,verify,prefill", help="of work")
     args = parser.parse_args()
     start = time.perf_counter()
     for text in args.shapes.split(","):
         shape = Shape(*map(int, text.split("x")))
         bench = Bench(shape)
-        num_variants = bench.compile_all()
+        cases = [case for case in CASES if case.name in args.kinds.split(",")]
+        num_variants = bench.compile_all(cases)
         print(f"{text}: {num_variants} variants after {time.perf_counter() - start:.1f} s", flush=True)
-        for case in CASES:
+        for case in cases:
             if time.perf_counter() - start > args.seconds:
                 print("  out of time")
                 return

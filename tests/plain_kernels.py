@@ -240,7 +240,7 @@ def decide(
     for token, code in codes.items():
         if code != Decision.GOES_ON:
             standings[sequences[token], 0] = -1.0
-        decisions[token] = (number << 32) | code
+        decisions[number % 2, token] = (number << 32) | code
 
 
 def judge(

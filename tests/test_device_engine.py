@@ -33,6 +33,7 @@ from dsde.drafting import device as drafting_device
 from dsde.drafting import draft_store
 from dsde.drafting import kernels as drafting_kernels
 from dsde.drafting import ruling as drafting_ruling
+from dsde.drafting.foresight import Foresight
 from dsde.drafting.referee import Referee
 from dsde.drafting.ruling import ruling_sizes
 from dsde.engine.device_executor import DeviceExecutor
@@ -575,7 +576,9 @@ def rule_after_all(count: int) -> Stop:
 
 def rule_by_worth(count: int) -> Stop:
     outlooks = np.linspace(0.5, 0.9, count) if count > 1 else np.full(count, 0.8)
-    return StopByWorth(np.array([-0.8, 2.0, 1.0]), np.full(count, 1.7), outlooks, 0.25, 0.3, 0.6, 2, 0.1)
+    return StopByWorth(
+        np.array([-0.8, 2.0, 1.0]), np.full(count, 1.7), outlooks, 0.25, 0.3, 0.6, np.full(count, 2), 0.1
+    )
 
 
 RULES = [rule_before, rule_before_but_not_at_once, rule_after, rule_after_token, rule_after_all, rule_by_worth]
@@ -631,6 +634,7 @@ def test_drafts_stop_where_they_do_on_the_host(
     # Ends that come as a surprise would let the two engines make different batches.
     work = [(prompt, replace(params, max_tokens=20, stop_token_ids=[], n=1)) for prompt, params in work]
     way.monkeypatch.setattr(Referee, "has_decided", lambda *_: False)
+    way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: False)  # the host never makes a pass for nobody
     way.monkeypatch.setattr(draft_store, "_FIRST_STORE_ROWS", 3)
     outcomes, texts = [], []
     for context in (nullcontext, way.host):
@@ -659,6 +663,7 @@ def test_a_stopped_draft_that_is_the_target_is_never_rejected(way: Way, seed: in
     rng = random.Random(seed)
     way.monkeypatch.setattr(draft_store, "_FIRST_STORE_ROWS", 3)
     way.monkeypatch.setattr(Referee, "has_decided", lambda *_: rng.random() < 0.5)
+    way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: rng.random() < 0.5)
     work = random_work(seed + 30, greedy=seed % 2 == 0, count=60 if HAS_CUDA else 12, edited=0.1)
     expected = way.alone(work) if seed % 2 == 0 else way.alone_on_device(work)
     rules = [*RULES, *RULES, None, None]
@@ -709,6 +714,51 @@ def test_no_stop_sends_a_step_to_the_host(way: Way, policy: str) -> None:
     check_same(way.alone_on_device(work), answers_together(engine, work, seed=42))
     assert engine.metrics.num_host_steps == 0
     assert engine.metrics.num_stopped + engine.metrics.num_cut > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_pass_that_waited_for_no_decision_changes_nothing_but_their_number(
+    way: Way, rule: Callable[[int], Stop]
+) -> None:
+    """Drafts end where they would have; a pass that turns out to be for nobody is counted."""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    work = [([i + 1, 7, 3], params) for i in range(4)]
+    patient, bold = Ruled(rule), Ruled(rule)
+    for policy, is_sure in ((patient, False), (bold, True)):
+        way.monkeypatch.setattr(Foresight, "is_sure", lambda *_, sure=is_sure: sure)
+        check_same(way.alone(work), answers_together(way.engine("close", policy), work, seed=42))
+    assert len(patient.outcomes) == len(bold.outcomes)
+    num_more = 0
+    for a, b in zip(patient.outcomes, bold.outcomes, strict=True):
+        np.testing.assert_array_equal(a.drafted, b.drafted)
+        np.testing.assert_array_equal(a.accepted, b.accepted)
+        assert 0 <= b.num_draft_passes - a.num_draft_passes <= 1
+        num_more += b.num_draft_passes - a.num_draft_passes
+    assert num_more > 0
+
+
+def test_only_what_is_all_but_sure_is_not_waited_for() -> None:
+    """Whether somebody goes on is learnt for every number of those expected to, and unlearnt as well."""
+    foresight = Foresight()
+    assert not any(foresight.is_sure(count) for count in range(40))
+    for _ in range(200):
+        foresight.learn(2, True)
+        foresight.learn(0, False)
+        foresight.learn(30, True)
+    assert [foresight.is_sure(count) for count in (0, 1, 2, 3, 8, 50)] == [False, False, True, False, True, True]
+    foresight.learn(2, False)
+    foresight.learn(2, False)
+    assert not foresight.is_sure(2)
+    rng = random.Random(0)
+    share = {}
+    for chance in (0.01, 0.1):
+        foresight, found = Foresight(), []
+        for _ in range(4000):
+            found.append(foresight.is_sure(1))
+            foresight.learn(1, rng.random() >= chance)
+        share[chance] = sum(found[400:]) / 3600
+    assert share[0.01] > 0.8
+    assert share[0.1] < 0.2
 
 
 @pytest.mark.parametrize("rule", [rule_before, rule_by_worth])
@@ -1047,7 +1097,7 @@ class Ruling:
         self.signals = torch.from_numpy(signals).float()
         self.standings = torch.from_numpy(np.stack([rng.random(num_seqs), -rng.gamma(2, 1, num_seqs)], axis=1)).float()
         self.standings[torch.from_numpy(rng.random(num_seqs) < 0.3), 0] = -1.0
-        self.decisions = torch.full((count + 4,), -7, dtype=torch.int64)
+        self.decisions = torch.full((2, count + 4), -7, dtype=torch.int64)
         stop = self.stop(rng, num_seqs)
         sheet = Sheet.blank(Layout(ruling_sizes(count + int(rng.integers(4)))), pinned=False)
         sequences = rng.permutation(num_seqs)[:count]
@@ -1062,7 +1112,7 @@ class Ruling:
         if rng.random() < 0.5:
             offsets = np.where(rng.random(count) < rng.choice([0.0, 0.1]), np.inf, rng.normal(size=count) * 2)
             offsets[int(rng.integers(count))] = -np.inf
-            costs = *rng.random(2) / 3, rng.random() * 3, int(rng.integers(4)), rng.random() / 3
+            costs = *rng.random(2) / 3, rng.random() * 3, rng.integers(4, size=count), rng.random() / 3
             return StopByWorth(rng.normal(size=3), offsets, rng.random(count), *costs)
         look = (*Signal, *TokenSignal)[int(rng.integers(5))]
         above, is_before = rng.random(2) < 0.5
@@ -1086,7 +1136,8 @@ def test_decide_kernel(seed: int) -> None:
         torch.cuda.synchronize()
     plain_kernels.decide(case.arrays, case.signals, case.standings, case.decisions)
     assert torch.equal(pinned, case.decisions)
-    assert (pinned[case.count :] == -7).all()
+    assert (pinned[:, case.count :] == -7).all()
+    assert (pinned[1 - case.number % 2] == -7).all()
     goes_on = case.standings[:, 0] >= 0
     torch.testing.assert_close(standings.cpu()[goes_on], case.standings[goes_on], rtol=1e-5, atol=1e-5)
     assert (standings.cpu()[~goes_on, 0] < 0).all()
@@ -1100,7 +1151,7 @@ def test_decisions_of_all_kinds_are_met() -> None:
     for seed in range(40):
         case = Ruling(np.random.default_rng(seed))
         plain_kernels.decide(case.arrays, case.signals, case.standings, case.decisions)
-        for word in case.decisions[: case.count].tolist():
+        for word in case.decisions[case.number % 2, : case.count].tolist():
             key = int(case.arrays["rule"][0]), word & 0xFFFFFFFF
             assert word >> 32 == case.number
             met[key] = met.get(key, 0) + 1

@@ -66,7 +66,7 @@ def stop_at(
         keep_above=rate * prices.token_s,
         go_on_above=rate * (prices.token_s + prices.each_s),
         pass_above=rate * prices.pass_s,
-        num_usual=int(lengths.max()),
+        usual=lengths,
         dearer=rate * (prices.beyond_s - prices.token_s),
     )
 

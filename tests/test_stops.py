@@ -134,7 +134,9 @@ WORTH = {
     "kept": StopByWorth(np.array([-1.0, 2.0, 1.0]), np.full(12, 1.5), np.full(12, 0.8), 0.35, 0.0, 0.0),
     "going on": StopByWorth(np.array([-0.5, 2.0, 1.0]), np.linspace(0.5, 2, 12), np.full(12, 0.7), 0.1, 0.3, 0.0),
     "pass": StopByWorth(np.array([-0.5, 2.0, 1.0]), np.full(12, 1.5), np.linspace(0.4, 1, 12), 0.1, 0.1, 2.2),
-    "dearer": StopByWorth(np.array([-0.5, 2.0, 1.0]), np.full(12, 1.5), np.full(12, 0.9), 0.1, 0.1, 0.5, 2, 0.35),
+    "dearer": StopByWorth(
+        np.array([-0.5, 2.0, 1.0]), np.full(12, 1.5), np.full(12, 0.9), 0.1, 0.1, 0.5, np.full(12, 2), 0.35
+    ),
     "with one of its own length": StopByWorth(
         np.array([-0.5, 2.0, 1.0]), np.array([0.6] * 4 + [np.inf] + [0.6] * 7), np.full(12, 0.8), 0.2, 0.3, 50.0
     ),
@@ -144,6 +146,7 @@ WORTH = {
 def drafts_by_worth(batch: list[Sequence], lengths: list[int], stop: StopByWorth) -> tuple[list[list[int]], int]:
     """The rule as it is told, for the whole batch: what is drafted, and in how many passes."""
     drafts: list[list[int]] = [[] for _ in batch]
+    longest = math.inf if stop.usual is None else stop.usual.max()
     survival = [1.0] * len(batch)
     active = [i for i, length in enumerate(lengths) if length > 0]
     num_passes = 0
@@ -155,12 +158,12 @@ def drafts_by_worth(batch: list[Sequence], lengths: list[int], stop: StopByWorth
             looks = [math.sqrt(entropy(probs, [])), float(probs.max()), margin(probs, [])]
             odds = stop.offsets[i] + sum(w * x for w, x in zip(stop.weights, looks, strict=True))
             survival[i] *= 1 / (1 + math.exp(-odds))
-            keep_above = stop.keep_above + (stop.dearer if len(drafts[i]) >= stop.num_usual else 0)
+            keep_above = stop.keep_above + (stop.dearer if len(drafts[i]) >= longest else 0)
             if survival[i] < keep_above and odds < math.inf:
                 continue
             drafts[i].append(int(probs.argmax()))
             worth = survival[i] * stop.outlooks[i]
-            go_on_above = stop.go_on_above + (stop.dearer if num_passes >= stop.num_usual else 0)
+            go_on_above = stop.go_on_above + (stop.dearer if num_passes >= longest else 0)
             if len(drafts[i]) < lengths[i] and (worth >= go_on_above or odds == math.inf):
                 would.append(i)
         fixed = any(stop.offsets[i] == math.inf for i in would)

@@ -86,15 +86,16 @@ class StopByWorth:
     pass_above: float
     """what a pass costs, whoever takes part: it is made if those who would go on are together worth so much more than
     their own costs"""
-    num_usual: int = sys.maxsize
-    """tokens of a draft at these prices"""
+    usual: IntArray | None = None
+    """[sequences] tokens that they draft at these prices if nothing is looked at"""
     dearer: float = 0.0
-    """how much more verifying one costs beyond them"""
+    """how much more verifying one costs beyond the longest of these"""
 
     def costs(self, depth: int) -> tuple[float, float, float]:
         """Of verifying the token `depth` tokens into its draft, of going on behind it, and of the pass for that."""
-        keep_above = self.keep_above + (self.dearer if depth >= self.num_usual else 0.0)
-        return keep_above, self.go_on_above + (self.dearer if depth + 1 >= self.num_usual else 0.0), self.pass_above
+        longest = sys.maxsize if self.usual is None else int(self.usual.max())
+        keep_above = self.keep_above + (self.dearer if depth >= longest else 0.0)
+        return keep_above, self.go_on_above + (self.dearer if depth + 1 >= longest else 0.0), self.pass_above
 
     def survivals(self, rows: IntArray, before: FloatArray, signals: FloatArray) -> FloatArray:
         """[rows] chance that a draft stands up to and including a position with these `signals` [rows, 3], given that

@@ -1,7 +1,8 @@
 """Page-locked words by which a device tells the host something while it works: no copy, no event, no end to wait for.
 
 A word is its letter's number in the upper half and what it says in the lower. Words are written whole, but in no
-particular order, so a letter is there when every one of its words bears its number. Knows nothing of what they say.
+particular order, so a letter is there when every one of its words bears its number. There is room for two letters: one
+may be written while the one before it has not been read. Knows nothing of what they say.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _LOOKS_PER_CHECK = 1000
 class Mailbox:
     def __init__(self, size: int, device: torch.device) -> None:
         self.device = device
-        self.words = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        """for the kernel that writes"""
+        self.words = torch.zeros((2, size), dtype=torch.int64, pin_memory=device.type == "cuda")
+        """for the kernel that writes: letters of even numbers, and of odd ones"""
         self._words: IntArray = self.words.numpy()
         self._number = 0
 
@@ -34,7 +35,7 @@ class Mailbox:
         return self._number
 
     def has_come(self, number: int, num_words: int) -> bool:
-        return bool((self._words[:num_words] >> 32 == number).all())
+        return bool((self._words[number % 2, :num_words] >> 32 == number).all())
 
     def wait(self, number: int, num_words: int) -> IntArray:
         """What a letter says."""
@@ -46,7 +47,7 @@ class Mailbox:
                 raise RuntimeError("The device is done, and has not answered.")
             # Gives other threads a chance, and comes back a hundred times sooner than a sleep of no length.
             select.select((), (), (), 0)
-        return self._words[:num_words] & 0xFFFFFFFF
+        return self._words[number % 2, :num_words] & 0xFFFFFFFF
 
     def _is_done(self) -> bool:
         """Whether the device has nothing more to do; one that has failed says so when asked."""

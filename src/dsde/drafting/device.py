@@ -2,7 +2,8 @@
 
 Each step is a pass that ends by drawing its tokens into the draft store, where the next step and the target find them,
 so the host never sees a drafted token before the verdict. A rule is applied on the device as well; the host learns what
-it decided before it starts the next pass. Knows nothing of verification.
+it decided before it goes through with the next pass, unless somebody is all but sure to go on. Knows nothing of
+verification.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop
 from dsde.device.staging import Sheet
 from dsde.drafting.draft_store import BoolArray, DeviceProposals, Drafts, GrowingDraft, IntArray
+from dsde.drafting.foresight import Foresight
 from dsde.drafting.kernels import NUM_REREAD, advance
 from dsde.drafting.model import DraftShare, ModelDrafter
 from dsde.drafting.referee import Call, Referee
@@ -57,6 +59,7 @@ class DeviceDrafter:
         """whether somebody has wanted signals before: those of first tokens must be there before anybody asks"""
         self._ahead_is_watched = False
         self.referee = Referee(max_num_seqs, drafts.tokens.device)
+        self.foresight = Foresight()
 
     def propose(
         self,
@@ -71,9 +74,10 @@ class DeviceDrafter:
         """Queue the draft; `begin` is called right before the device first hears of it.
 
         With a `stop` the next pass depends on what the device decides on the last. It is made for everybody who may
-        still go on, and its first layers are run while the host hears of the decisions; only the rest waits for them.
-        Whoever ended meanwhile rides along in that one pass. While the device works there is time for `meanwhile`,
-        called with what will have been proposed if the draft is over now. `watched` drafts have signals in the store.
+        still go on, and its first layers are run while the host hears of the decisions; only the rest waits for them,
+        and not even that where somebody is all but sure to go on. Whoever ended meanwhile rides along in that one pass.
+        While the device works there is time for `meanwhile`, called with what will have been proposed if the draft is
+        over now. `watched` drafts have signals in the store.
         """
         ruling = None if stop is None else Ruling(stop)
         task = _Task(begin, ruling, watched or ruling is not None, meanwhile)
@@ -110,29 +114,31 @@ class DeviceDrafter:
         while True:
             may_go_on = draft.may_go_on
             following, step, next_call = draft.members[may_go_on], None, None
+            num_expected, waits = 0, call is not None
             if len(following):
                 if len(following) < len(may_go_on):
                     batch = batch.only(may_go_on)
-                step, next_call = self._extend(batch, draft, following, task, is_begun=call is not None)
+                if call is not None:
+                    num_expected = call.ruling.num_expected(following, draft.depth + 1)
+                    waits = not self.foresight.is_sure(num_expected)
+                step, next_call = self._extend(batch, draft, following, task, is_begun=waits)
                 task.begin()
                 self.passes.load(*step)
-                if call is not None:
-                    self.passes.begin(step[0])
-            decisions = None
+                (self.passes.begin if waits else self.passes.start)(step[0])
             if call is not None:
-                if not self.referee.has_decided(call):
+                if waits and not self.referee.has_decided(call):
                     task.meanwhile(draft.proposals_if_over(step is None or call.ruling.keeps_last))
                 decisions = self.referee.wait(call)
-                if decisions.max() < Decision.GOES_ON and step is not None:
-                    self.passes.abandon(step[0])
-                    step = None
-            if step is not None:
-                if call is None:
-                    self.passes.start(step[0])
-                else:
-                    self.passes.finish(step[0])
-            if decisions is not None:
+                goes_on = bool(decisions.max() == Decision.GOES_ON)
+                if step is not None:
+                    self.foresight.learn(num_expected, goes_on)
+                    if waits:
+                        (self.passes.finish if goes_on else self.passes.abandon)(step[0])
                 draft.apply(decisions)
+                if not goes_on:
+                    if not waits:
+                        draft.deepen(following)  # for nobody, but it was made
+                    return
             if step is None:
                 return
             draft.deepen(following)

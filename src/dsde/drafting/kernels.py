@@ -86,7 +86,7 @@ def decide(
     """Apply the rule in a pass's arrays (`Ruling.write`) to the tokens it drew, whose `signals` are in the draft store.
 
     `standings` [sequences, 2] is kept from pass to pass: the chance that a draft stands so far (negative: it has ended)
-    and its log-probability. `decisions` [at least as many as tokens] are words of a `Mailbox`.
+    and its log-probability. `decisions` [2, at least as many as tokens] are words of a `Mailbox`.
     """
     pdl = programmatic_launch()
     size = triton.next_power_of_2(len(arrays["places"]))
@@ -102,6 +102,7 @@ def decide(
         arrays["rule"],
         arrays["rule_numbers"],
         len(arrays["places"]),
+        decisions.stride(0),
         SIZE=size,
         PDL=pdl,
         num_warps=min(8, max(1, size // 32)),
@@ -109,7 +110,7 @@ def decide(
     )
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "decisions_stride"])
 def _decide_kernel(
     signals: tl.tensor,
     standings: tl.tensor,
@@ -122,6 +123,7 @@ def _decide_kernel(
     rule: tl.tensor,
     rule_numbers: tl.tensor,
     count: tl.tensor,
+    decisions_stride: tl.tensor,
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -170,6 +172,7 @@ def _decide_kernel(
     tl.store(standings + 2 * sequence + 1, log_prob, mask=here)
     decision = tl.where(goes_on, _GOES_ON, tl.where(kept, _KEPT, 0))
     number = tl.load(rule + 3).to(tl.int64)
+    decisions += (number % 2) * decisions_stride
     # Write-through: the host is waiting for it.
     tl.store(decisions + tokens, (number << 32) | decision.to(tl.int64), mask=here, cache_modifier=".wt")
 

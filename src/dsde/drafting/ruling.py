@@ -51,6 +51,8 @@ class Ruling:
             bounds, look = stop.thresholds, LOOKS.index(stop.signal)
             sign = 1.0 if stop.stops_above else -1.0
             outlooks = np.ones(len(bounds))
+        self.usual = stop.usual if isinstance(stop, StopByWorth) else None
+        """[sequences] how long their drafts are expected to be"""
         self.keeps_last = self.kind is not Kind.BEFORE
         """whether a draft that it ends mostly keeps the token that it was ended for"""
         self.look = look
@@ -62,6 +64,10 @@ class Ruling:
     def decides(self, depth: int, is_last: bool) -> bool:
         """Whether there is anything to decide on tokens so far into their drafts, or on the last that may be drawn."""
         return depth >= self.first_depth and (self.may_drop or not is_last)
+
+    def num_expected(self, sequences: IntArray, num_drafted: int) -> int:
+        """How many of these, who have drafted so much, are expected to draft more."""
+        return len(sequences) if self.usual is None else int((self.usual[sequences] > num_drafted).sum())
 
     def write(
         self, sheet: Sheet, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int

@@ -155,7 +155,11 @@ def _spread(plan: Plan | None, rows: IntArray, num_decoding: int) -> Stop | None
     if isinstance(plan.stop, StopByWorth):
         offsets, outlooks = np.full(num_decoding, np.inf), np.ones(num_decoding)
         offsets[rows], outlooks[rows] = plan.stop.offsets, plan.stop.outlooks
-        return replace(plan.stop, offsets=offsets, outlooks=outlooks)
+        usual = None
+        if plan.stop.usual is not None:
+            usual = np.zeros(num_decoding, dtype=np.int64)
+            usual[rows] = plan.stop.usual
+        return replace(plan.stop, offsets=offsets, outlooks=outlooks, usual=usual)
     thresholds = np.full(num_decoding, np.inf if plan.stop.stops_above else -np.inf)
     thresholds[rows] = plan.stop.thresholds
     return replace(plan.stop, thresholds=thresholds)

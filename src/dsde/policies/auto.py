@@ -236,7 +236,7 @@ class Auto(Policy):
                 keep_above=rate * prices.token_s,
                 go_on_above=rate * (prices.token_s + prices.each_s),
                 pass_above=rate * prices.pass_s,
-                num_usual=int(chosen.max(initial=0)),
+                usual=chosen,
                 dearer=rate * (prices.beyond_s - prices.token_s),
             )
         is_doubtful = pays and not self._seems_to_pay(choice)

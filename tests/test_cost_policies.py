@@ -388,6 +388,54 @@ def test_batches_of_different_sizes_learn_apart_and_go_by_the_nearest_until_then
     assert cost.num_measured == 8
 
 
+def test_small_steps_of_a_large_batch_go_by_the_next_smaller_one() -> None:
+    """Where nothing so small was measured; and one that was counts more."""
+    cost = CostModel(num_tried=2, is_flat_below=True)
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(64)), [0] * 64, [0] * 64, 0.0, 5.6e-3))
+        cost.observe(outcome_of(list(range(64)), [1] * 64, [0] * 64, 1e-3, 6.2e-3))
+    cost.turn_to(100)
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(100)), [4] * 100, [0] * 100, 4e-3, 15e-3))
+    assert float(cost.verify_s(100)) == pytest.approx(6e-3, rel=0.05)
+    assert float(cost.verify_s(500)) == pytest.approx(15e-3, rel=0.05)
+    for _ in range(2):
+        cost.observe(outcome_of(list(range(100)), [0] * 100, [0] * 100, 0.0, 7e-3))
+    assert float(cost.verify_s(108)) == pytest.approx(7e-3, rel=0.02)
+
+
+def test_a_step_without_drafts_is_measured_at_once_or_when_it_can_be_spared() -> None:
+    def batch_of(slots: list[int]) -> BatchView:
+        num = len(slots)
+        return BatchView(np.array(slots), np.full(num, 9), np.zeros(num), num)
+
+    cost = CostModel(num_tried=2, is_flat_below=True)
+    assert cost.is_guess(batch_of([0]))
+    for _ in range(2):
+        cost.observe(outcome_of([0], [0], [0], 0.0, 5e-3))
+    assert not cost.is_guess(batch_of([0]))
+    many = list(range(1, 9))
+    cost.turn_to(8)
+    assert not cost.is_guess(batch_of(many))  # one more or less: about as long
+    for _ in range(4):
+        cost.observe(outcome_of(many, [2] * 8, [0] * 8, 1e-3, 5.5e-3))
+    assert cost.is_guess(batch_of(many))
+    cost.forget(np.array(many[:5]))
+    assert not cost.is_guess(batch_of(many))  # most are new
+    cost.observe(outcome_of(many, [2] * 8, [0] * 8, 1e-3, 5.5e-3))
+    assert cost.is_guess(batch_of(many))
+
+
+def test_what_the_draft_has_missed_is_what_whoever_knows_says() -> None:
+    cost = CostModel()
+    cost.observe(outcome_of([0, 1], [0, 0], [0, 0], 0.0, 5e-3))
+    assert cost.behind(np.array([0, 1])).tolist() == [1, 1]
+    cost.see(BatchView(np.array([1, 0]), np.ones(2, np.int64), np.zeros(2), 2, num_missed=np.array([70, 3])))
+    assert cost.behind(np.array([0, 1])).tolist() == [3, 70]
+    cost.see(BatchView(np.array([1, 0]), np.ones(2, np.int64), np.zeros(2), 2))
+    assert cost.behind(np.array([0, 1])).tolist() == [3, 70]
+
+
 def test_one_step_of_a_new_size_does_not_outweigh_the_nearest() -> None:
     cost = CostModel()
     for _ in range(4):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dsde.core.stops import StopByWorth
 from dsde.integrations.vllm.controller import Controller, Limits
 from dsde.integrations.vllm.messages import Directive, Feedback
-from dsde.integrations.vllm.rest import LONGEST_REST, Rest
+from dsde.integrations.vllm.rest import LEAST_MEASURED, LONGEST_REST, Rest
 from dsde.integrations.vllm.support import pairs, takes_turns
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
 
@@ -499,7 +500,7 @@ def test_a_trace_has_every_step() -> None:
     assert written == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("num_reported", "verify_s"), [(0, 0.0), (2, 0.0), (3, 0.02)])
+@pytest.mark.parametrize(("num_reported", "verify_s"), [(0, 0.0), (1, 0.0), (2, 0.02)])
 def test_too_few_steps_of_a_rest_measure_nothing(num_reported: int, verify_s: float) -> None:
     """The others may still be under way when it ends."""
     batch = BatchView(np.arange(2), np.ones(2, np.int64), np.zeros(2), 2)
@@ -525,3 +526,61 @@ def test_two_looks_in_a_row_settle_nothing() -> None:
     scheduler = Scheduler(controller, 2)
     lengths = [max(scheduler.step().lengths.values()) for _ in range(5)]
     assert lengths == [1, 0, 1, 0, 1]
+
+
+def test_what_the_draft_has_missed_is_known_to_the_token() -> None:
+    """Prompts that nobody drafted behind included, but none that the step itself reads."""
+    policy = Recorded([0, 0, 0, 2, 0])
+    views: list[BatchView] = []
+    plan = policy.plan
+    policy.plan = lambda batch: views.append(batch) or plan(batch)  # type: ignore[func-returns-value, method-assign]
+    scheduler = Scheduler(make(policy), 2, prompt=6)
+    for _ in range(5):
+        scheduler.step()
+    missed = [view.num_missed.tolist() for view in views if view.num_missed is not None]
+    assert missed == [[0, 0], [6, 7], [7, 8], [8, 9], [0, 0]]
+
+
+def test_a_plan_whose_requests_are_all_gone_is_not_waited_for() -> None:
+    """Or those who come next would do as the last ones did at their end."""
+    policy = Recorded([0, 3, 3])
+    controller = make(policy, num_in_flight=2)
+    controller._takes_turns = True
+    first = Scheduler(controller, 1)
+    assert first.step().lengths == {"r0": 0}
+    first.end("r0")
+    second = Scheduler(controller, 2)
+    second.finished = first.finished
+    second.requests = {f"s{name}": request for name, request in second.requests.items()}
+    assert second.step().lengths == {"sr0": 3, "sr1": 3}
+
+
+def test_who_says_where_to_stop_has_decided_to_draft() -> None:
+    """The first such plan counts for steps in which nobody is asked, too."""
+
+    class Deciding(Recorded):
+        def plan(self, batch: BatchView) -> Plan:
+            plan = super().plan(batch)
+            if plan.lengths.any():
+                plan.stop = StopByWorth(np.zeros(3), np.zeros(2), np.zeros(2), 0.0, 0.0, 0.0)
+            return plan
+
+    for obeys in (False, True):
+        controller = make(Deciding([0, 0, 3, 3, 3]))
+        controller._takes_turns, controller._obeys_prediction = True, obeys
+        scheduler = Scheduler(controller, 2)
+        lengths = [max(scheduler.step().lengths.values()) for _ in range(7)]
+        assert lengths[:4] == [0] * 4
+        assert lengths[4:] == ([3, 3, 3] if obeys else [3, 0, 3])
+
+
+def test_a_rest_that_is_told_as_one_is_long_enough_to_be_measured() -> None:
+    """Though the newest of its steps are still under way when it ends."""
+    for in_flight in (1, 2, 3):
+        controller = make(Recorded([0] * 9), num_in_flight=in_flight)
+        controller._takes_turns = controller._pairs = True
+        scheduler = Scheduler(controller, 1)
+        scheduler.step()
+        rest = controller._rest
+        assert rest is not None
+        assert rest._num_left - (in_flight - 1) == LEAST_MEASURED

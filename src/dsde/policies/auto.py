@@ -120,6 +120,7 @@ class Auto(Policy):
     def plan(self, batch: BatchView) -> Plan:
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.is_under_way = False  # its step failed, or all who were in it are gone
+        self.cost.see(batch)
         if self._next is not None and not self._next.fits(batch):
             self._drop_next()
         draft = self._next or self._draft(batch)
@@ -194,7 +195,7 @@ class Auto(Policy):
         doubts /= np.sqrt(max(batch.slots.size, 1))
         choice = self._choose(batch, np.minimum(outlooks + doubts, HIGHEST) if self._drafts else outlooks)
         # Whoever begins with drafts compares them with a step that was never made, and a wrong guess of that lasts.
-        is_blind = self._num_blind < MOST_BLIND and self.cost.is_below(batch.num_plain_tokens)
+        is_blind = self._num_blind < MOST_BLIND and self.cost.is_guess(batch)
         pays, foregone_s = (False, 0.0) if is_blind else self._decide(batch, choice)
         chosen = choice.lengths if pays else choice.lengths * 0
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)

@@ -84,6 +84,9 @@ class BatchView(_Counted):
     num_waiting: int = 0
     num_prompt_tokens: int = 0
     """tokens of prompts that the same target pass reads"""
+    num_missed: IntArray | None = None
+    """[batch] tokens that the draft would have to read before it drafts, because nobody drafted when they came; None:
+    nobody counts them"""
     pace: Pace | None = None
     """None unless Need.PACE"""
     favours_one_length: bool = False

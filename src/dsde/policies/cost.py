@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dsde.core.errors import InvalidInput
-from dsde.policies.base import FloatArray, IntArray, Outcome
+from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
 from dsde.policies.curve import KNEE, Curve
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
@@ -29,6 +29,8 @@ MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
 LONGEST_IDLE = 16
 """steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
+NUM_GUESSED = 3
+"""verifications of a size of batch, for which what smaller ones cost is taken from batches of other sizes"""
 MOST_ASIDE = 16
 """steps that are not learnt from before it is known whether the machine has changed"""
 
@@ -50,6 +52,8 @@ class StepCost:
 class _Sequences(SlotTable):
     num_behind: IntArray
     """tokens gained since the sequence last drafted"""
+    is_known: BoolArray
+    """whether a step that it was in has been seen"""
 
 
 class CostModel:
@@ -92,7 +96,7 @@ class CostModel:
         self._tempo = Tempo()
         self._aside: list[Outcome] = []
         """steps that may be the first of a machine that has changed"""
-        self._sequences = _Sequences(num_behind=np.zeros(1, np.int64))
+        self._sequences = _Sequences(num_behind=np.zeros(1, np.int64), is_known=np.zeros(1, np.bool_))
         self._num_unclean = 0
         self._num_idle = 0
         """steps since a draft was last measured"""
@@ -105,6 +109,12 @@ class CostModel:
     @property
     def _verify(self) -> Curve:
         return self._verifications.current
+
+    def see(self, batch: BatchView) -> None:
+        """A step of this batch is to be planned: whoever knows what its draft has missed need not have it counted."""
+        if batch.num_missed is not None:
+            self._sequences.cover(batch.slots)
+            self._sequences.num_behind[batch.slots] = batch.num_missed
 
     def turn_to(self, num_sequences: int) -> None:
         """Questions are about a batch of so many, until told otherwise: at first that of the newest step."""
@@ -149,6 +159,11 @@ class CostModel:
         self._sequences.cover(slots)
         return self._sequences.num_behind[slots]
 
+    def _num_new(self, slots: IntArray) -> int:
+        """How many of these were in no step that was seen."""
+        self._sequences.cover(slots)
+        return int(np.count_nonzero(~self._sequences.is_known[slots]))
+
     def num_behind(self, slots: IntArray) -> int:
         """The same of all of them together."""
         return int(self.behind(slots).sum())
@@ -166,6 +181,15 @@ class CostModel:
         """Tokens of the largest verification measured, about; 0: none."""
         sizes = self._verify.sizes
         return int(sizes[-1]) if sizes.size else 0
+
+    def is_guess(self, batch: BatchView) -> bool:
+        """Whether it is time to measure a step of this batch without drafts, since hardly any so small has been: before
+        anything is compared with it, or where other sizes of batch tell about what it costs, after a while. Not while
+        most are new: the draft would miss their prompts, and have to read them later."""
+        is_time = self._verifications.is_first or (
+            self._verify.num_measured >= NUM_GUESSED and 2 * self._num_new(batch.slots) <= batch.slots.size
+        )
+        return is_time and self.is_below(batch.num_plain_tokens)
 
     def is_below(self, tokens: float) -> bool:
         """Whether verifications of so many tokens, or fewer, have hardly been measured."""
@@ -255,6 +279,7 @@ class CostModel:
         behind = self._sequences.num_behind[outcome.slots] + outcome.num_steps
         has_drafted = (outcome.drafted > 0) | (outcome.num_cut > 0)
         self._sequences.num_behind[outcome.slots] = np.where(has_drafted, 0, behind)
+        self._sequences.is_known[outcome.slots] = True
 
     def to_dict(self) -> dict[str, Any]:
         """What was learnt, for JSON."""

@@ -2,8 +2,8 @@
 
 As many tokens take longer if more sequences share them, since all their contexts are read; how much longer depends on
 the machine, the model and the contexts. So batches of different sizes, each up to twice as large as the one before,
-learn from their own steps alone. One that is new goes by the nearest until it has measured something. Knows nothing of
-drafts.
+learn from their own steps alone. One that is new goes by the nearest until it has measured something, and steps smaller
+than all of its own take no longer than in the next smaller batch would be expected. Knows nothing of drafts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Verifications:
         self._left_at: dict[int, int] = {}
         """by size: measurements that there were of all sizes when somebody last asked for it"""
         self._size = -1
+        self.is_first = True
+        """whether no other size has been measured"""
         self.turn_to(1)
 
     def turn_to(self, num_sequences: int) -> None:
@@ -37,9 +39,11 @@ class Verifications:
             curve = self._curves[size] = Curve(self._prior_s, self._is_flat_below)
         else:
             curve.pass_time(now - self._left_at.get(size, now))
-        if not curve.is_trusted:
-            curve.nearest = self._nearest(size)
-        self._size, self.current = size, curve
+        trusted = [other for other, one in self._curves.items() if one.is_trusted and other != size]
+        nearest = min(trusted, key=lambda other: abs(other - size), default=None)
+        smaller = max((other for other in trusted if other < size), default=None)
+        curve.go_by(*(None if other is None else self._curves[other] for other in (nearest, smaller)))
+        self._size, self.current, self.is_first = size, curve, not trusted
 
     @property
     def num_measured(self) -> int:
@@ -60,7 +64,3 @@ class Verifications:
             curve.restore(held)
         self._size = -1
         self.turn_to(1)
-
-    def _nearest(self, size: int) -> Curve | None:
-        measured = [other for other, curve in self._curves.items() if curve.is_trusted and other != size]
-        return self._curves[min(measured, key=lambda other: abs(other - size))] if measured else None

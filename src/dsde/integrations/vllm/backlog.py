@@ -40,6 +40,10 @@ class Backlog:
         self.has_skipped = True
         self._firsts[request_id] = min(first, self._firsts.get(request_id, first))
 
+    def num_missed(self, request_id: str, end: int) -> int:
+        """Tokens before `end` that the draft has not read of this request."""
+        return max(end - self._firsts.get(request_id, end), 0)
+
     def forget(self, request_id: str) -> None:
         self._firsts.pop(request_id, None)
 

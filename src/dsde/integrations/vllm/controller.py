@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dsde.integrations.vllm.backlog import Backlog
 from dsde.integrations.vllm.messages import Directive, Feedback
 from dsde.integrations.vllm.meter import Meter
-from dsde.integrations.vllm.rest import LONGEST_REST, Rest
+from dsde.integrations.vllm.rest import LEAST_MEASURED, LONGEST_REST, Rest
 from dsde.integrations.vllm.settled import Settled
 from dsde.integrations.vllm.slots import Slots
 from dsde.integrations.vllm.support import looks_ahead, pairs, takes_turns
@@ -110,6 +110,8 @@ class Controller:
         self._settled = Settled()
         self._awaited: int | None = None
         """step whose plan the policy has yet to see the outcome of"""
+        self._awaited_ids: list[str] = []
+        """requests of that plan"""
         self._steps: dict[int, Step | Rest] = {}
         self._latest: Decision | None = None
         self._rest: Rest | None = None
@@ -138,6 +140,8 @@ class Controller:
         num_prompt_tokens = num_tokens - len(drafted) - sum(drafted.values())
         request_ids = [name for name in scheduler_output.num_scheduled_tokens if not requests[name].is_prefill_chunk]
         batch = self._view(request_ids, requests, num_waiting, num_prompt_tokens)
+        if self.limits.can_skip:
+            batch.num_missed = self._num_missed(request_ids, requests, scheduler_output)
         plan, lengths = self._plan(request_ids, batch)
         directive = Directive(self._number)
         if self.limits.can_skip:
@@ -198,19 +202,30 @@ class Controller:
             favours_one_length=2 * num <= limits.num_graph_tokens,
         )
 
+    def _num_missed(self, request_ids: list[str], requests: Mapping[str, Any], scheduler_output: Any) -> IntArray:
+        """Of those that decode. What the step itself reads the draft reads with it, prompts too."""
+        if not len(self.backlog):
+            return np.zeros(len(request_ids), np.int64)
+        scheduled, num_missed = scheduler_output.num_scheduled_tokens, self.backlog.num_missed
+        found = [num_missed(name, requests[name].num_computed_tokens - scheduled[name]) for name in request_ids]
+        return np.array(found, np.int64)
+
     def _plan(self, request_ids: list[str], batch: BatchView) -> tuple[Plan | None, IntArray]:
         if not request_ids:
             return None, np.empty(0, np.int64)
-        if self._awaited is not None:
+        # Of a plan whose requests are all gone nothing comes any more.
+        if self._awaited is not None and any(map(self.slots.__contains__, self._awaited_ids)):
             return None, self._settled.repeat(request_ids, batch.rooms)
         plan = self.policy.plan(batch)
         lengths = np.clip(plan.lengths, 0, batch.rooms)
         if plan.stop is not None and self._obeys_prediction:
             lengths = np.minimum(lengths, plan.predicted.astype(np.int64))
         if self._takes_turns:
-            self._awaited = self._number
+            self._awaited, self._awaited_ids = self._number, request_ids
             if plan.predicted.any() or not lengths.any():  # otherwise it is a look, however often it comes
-                self._settled.follow(request_ids, lengths, is_sure=plan.num_resting > 0)
+                # Who says where drafts are to stop has decided that there will be some.
+                is_sure = plan.num_resting > 0 or (plan.stop is not None and self._obeys_prediction)
+                self._settled.follow(request_ids, lengths, is_sure)
         return plan, lengths
 
     def _mind_backlog(
@@ -250,7 +265,8 @@ class Controller:
         """As long as the policy says; or else until it has seen what came of a plan, if steps until then repeat it."""
         num_left = plan.num_resting
         if self._takes_turns and not self._settled.is_on:
-            num_left = max(num_left, self.limits.num_in_flight)
+            # When it ends the newest of its steps have not been reported; who has one outcome of it wants to know.
+            num_left = max(num_left, self.limits.num_in_flight + (LEAST_MEASURED - 1 if self._pairs else 0))
         # A trace has a line for every step. A draft that cannot be left out takes its time in every one.
         if num_left > 0 and decision.request_ids and self.limits.can_skip and self._trace is None:
             # Who pairs outcomes with plans hears nothing of the step behind the rest, which is like the others.

@@ -18,8 +18,8 @@ LONGEST_REST = 64
 """steps after which the policy is asked again, even if it wants nothing"""
 STEPS_PER_TIMED = 8
 """of which one is measured on the device, too"""
-LEAST_MEASURED = 3
-"""steps of a longer rest whose median is no accident: some may still be under way when it ends"""
+LEAST_MEASURED = 2
+"""steps of a longer rest that tell what one takes: some may still be under way when it ends"""
 NUM_HELD = 31
 """newest steps whose seconds count"""
 

@@ -1,0 +1,245 @@
+"""The vLLM plugin's decisions in virtual time: requests that come together, end one by one and come again.
+
+    python benchmarks/vllm_virtual.py [--pair 8b|qwen] [--acceptance 0.8] [--seeds 6] [--noise 0.05]
+
+The plugin's controller and policies run as they are, beside a scheduler like vLLM's asynchronous one: one step more is
+scheduled before the last is reported, prompts are read up to 8192 tokens a step, finished requests leave when they are
+done. What a step takes is made up, close to what was seen on one H200 with vLLM 0.26.0, with noise; whether a token
+stands is tossed. Batches, tokens and rounds are those of vllm_plugin.py, whose figures this explains and does not
+replace: all that is true here is what the decisions are worth if costs are such. Needs neither a GPU nor vLLM.
+
+Printed are tokens/s of no speculation, of the plugin's best fixed length and of `auto`, the mean over rounds and seeds,
+and the two ratios with their 95 % intervals over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dsde.integrations.vllm.controller import Controller, Limits
+from dsde.integrations.vllm.messages import Directive, Feedback
+from dsde.integrations.vllm.support import make_supported
+from intervals import half_width
+
+TOKENS = {1: 192, 8: 128, 64: 96, 256: 64}
+"""that each request generates in a long round beyond a short one, by batch"""
+SHORT_TOKENS = 8
+PROMPT_TOKENS = 64
+BATCHED_TOKENS = 8192
+GRAPH_TOKENS = 512
+NUM_IN_FLIGHT = 2
+
+
+class Costs(NamedTuple):
+    """In milliseconds."""
+
+    verify: tuple[list[float], list[float]]
+    """tokens, and what verifying them takes where there is a graph for it"""
+    context: tuple[list[float], list[float]]
+    """sequences, and what reading their contexts takes besides"""
+    ragged: float
+    """of a verification of drafts that are not all of one length, at least: there is no whole graph for it"""
+    prompt: tuple[float, float]
+    """of a step that reads prompts: once, and a token"""
+    start: float
+    draft: tuple[float, float]
+    """of a draft pass: once, and a sequence"""
+    catch_up: tuple[float, float]
+    """of reading what the draft missed: once, and a token"""
+
+
+PAIRS = {
+    "8b": Costs(
+        verify=([1, 8, 64, 128, 192, 256, 512, 768, 1024], [4.73, 4.75, 5.6, 6.2, 7.3, 8.0, 12.0, 24.0, 32.0]),
+        context=([1, 64, 256], [0.0, 0.0, 1.8]),
+        ragged=11.0,
+        prompt=(6.0, 0.027),
+        start=0.2,
+        draft=(1.14, 0.0085),
+        catch_up=(3.0, 0.0035),
+    ),
+    "qwen": Costs(
+        verify=([1, 8, 64, 128, 192, 256, 512, 768, 1024], [1.93, 2.2, 3.9, 4.6, 5.3, 5.9, 8.5, 12.0, 15.0]),
+        context=([1, 64, 256], [0.0, 0.0, 1.8]),
+        ragged=8.0,
+        prompt=(3.0, 0.006),
+        start=0.9,
+        draft=(0.7, 0.004),
+        catch_up=(3.0, 0.002),
+    ),
+}
+
+
+@dataclass
+class Request:
+    """Of vLLM's, what the plugin looks at."""
+
+    max_tokens: int
+    num_computed_tokens: int = 0
+    is_prefill_chunk: bool = False
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(temperature=0.0))
+    all_token_ids: list[int] = field(default_factory=lambda: [0] * PROMPT_TOKENS)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return PROMPT_TOKENS
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_tokens >= PROMPT_TOKENS + self.max_tokens
+
+
+class VirtualVLLM:
+    def __init__(self, policy: str, costs: Costs, acceptance: float, noise: float = 0.0, seed: int = 0) -> None:
+        self.now = 0.0
+        limits = Limits(
+            max_length=6,
+            max_model_len=2048,
+            num_in_flight=NUM_IN_FLIGHT,
+            exact_rooms=False,
+            can_skip=True,
+            num_graph_tokens=GRAPH_TOKENS,
+        )
+        self.controller = Controller(make_supported(policy, "draft_model"), limits, clock=lambda: self.now)
+        self.costs, self.acceptance, self.noise = costs, acceptance, noise
+        self.num_caught_up = 0
+        """tokens that the draft has read late so far"""
+        self._rng = np.random.default_rng(seed)
+        self._count = 0
+        self._requests: dict[str, Request] = {}
+        self._lengths: dict[str, int] = {}
+        self._finished: set[str] = set()
+
+    def generate(self, batch: int, num_tokens: int) -> float:
+        """Seconds that so many requests take, of so many tokens each."""
+        names = [f"r{self._count + number}" for number in range(batch)]
+        self._count += batch
+        self._requests = {name: Request(num_tokens) for name in names}
+        waiting, begin = deque(names), self.now
+        under_way: deque[tuple[Any, Directive]] = deque()
+        while waiting or under_way or self._running:
+            if waiting or self._running:
+                under_way.append(self._schedule(waiting))
+            if len(under_way) >= NUM_IN_FLIGHT or not (waiting or self._running):
+                self._run(*under_way.popleft())
+        return self.now - begin
+
+    @property
+    def _running(self) -> list[str]:
+        return [name for name, one in self._requests.items() if one.num_computed_tokens and not one.is_done]
+
+    def _schedule(self, waiting: deque[str]) -> tuple[Any, Directive]:
+        lengths = {name: self._lengths.get(name, 0) for name in self._running}
+        scheduled = {name: 1 + length for name, length in lengths.items()}
+        new = []
+        while waiting and sum(scheduled.values()) + PROMPT_TOKENS <= BATCHED_TOKENS:
+            name = waiting.popleft()
+            scheduled[name] = PROMPT_TOKENS
+            new.append(SimpleNamespace(req_id=name, num_computed_tokens=0))
+        for name, number in scheduled.items():
+            self._requests[name].num_computed_tokens += number
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens={name: [-1] * length for name, length in lengths.items() if length},
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_new_reqs=new,
+            finished_req_ids=self._finished,
+        )
+        self._finished = set()
+        directive = self.controller.decide(output, self._requests, len(waiting))
+        self._lengths = directive.lengths
+        return output, directive
+
+    def _run(self, output: Any, directive: Directive) -> None:
+        """The device gets to a step; then its report comes."""
+        verify_s, draft_s = self._noisy(self._verify_ms(output)), self._noisy(self._draft_ms(output, directive))
+        self.now += verify_s + draft_s
+        self.num_caught_up += directive.num_catch_up_tokens
+        sampled = {}
+        for name in output.num_scheduled_tokens:
+            request, length = self._requests[name], len(output.scheduled_spec_decode_tokens.get(name, ()))
+            stands = self._rng.random(length) < self.acceptance
+            num_accepted = length if stands.all() else int(stands.argmin())
+            sampled[name] = num_accepted + 1
+            if request.is_done:
+                continue  # it ended while this step was under way
+            request.num_computed_tokens -= length - num_accepted
+            request.all_token_ids += [0] * (num_accepted + 1)
+            if request.is_done:
+                self._finished.add(name)
+        feedback = Feedback(verify_s=verify_s, draft_s=draft_s) if directive.is_timed else None
+        self.controller.observe(directive.step, sampled, feedback)
+
+    def _noisy(self, milliseconds: float) -> float:
+        return milliseconds / 1e3 * (1 + self.noise * abs(self._rng.normal()))
+
+    def _verify_ms(self, output: Any) -> float:
+        costs, num_tokens = self.costs, output.total_num_scheduled_tokens
+        if output.scheduled_new_reqs:
+            return costs.prompt[0] + costs.prompt[1] * num_tokens
+        num_seqs = len(output.num_scheduled_tokens)
+        milliseconds = float(np.interp(num_tokens, *costs.verify) + np.interp(num_seqs, *costs.context))
+        is_ragged = len(set(output.num_scheduled_tokens.values())) > 1
+        return max(milliseconds, costs.ragged) if is_ragged else milliseconds
+
+    def _draft_ms(self, output: Any, directive: Directive) -> float:
+        costs, lengths = self.costs, list(directive.lengths.values())
+        num_passes, num_late = max(lengths, default=0), directive.num_catch_up_tokens
+        if not num_passes and not num_late:
+            return 0.0
+        num_prompt = PROMPT_TOKENS * len(output.scheduled_new_reqs)
+        pass_ms = costs.draft[0] + costs.draft[1] * sum(length > 0 for length in lengths)
+        late_ms = costs.catch_up[0] + costs.catch_up[1] * num_late if num_late else 0.0
+        return costs.start + num_passes * pass_ms + costs.catch_up[1] * num_prompt + late_ms
+
+
+def tokens_per_s(engine: VirtualVLLM, batch: int, num_rounds: int) -> float:
+    """The mean of some rounds, after one that does not count."""
+    num_tokens, found = TOKENS[batch], []
+    engine.generate(batch, num_tokens + SHORT_TOKENS)
+    for _ in range(num_rounds):
+        long_s = engine.generate(batch, num_tokens + SHORT_TOKENS)
+        found.append(batch * num_tokens / (long_s - engine.generate(batch, SHORT_TOKENS)))
+    return statistics.mean(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", choices=PAIRS, default="8b", help="whose costs")
+    parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--noise", type=float, default=0.05, help="share that a step takes longer, typically")
+    options = parser.parse_args()
+    fixed = [f"static:{length}" for length in range(1, 5)]
+    speeds: dict[str, list[dict[int, float]]] = {}
+    for policy in ("off", *fixed, "auto"):
+        engines = [
+            VirtualVLLM(policy, PAIRS[options.pair], options.acceptance, options.noise, seed)
+            for seed in range(options.seeds)
+        ]
+        speeds[policy] = [{batch: tokens_per_s(one, batch, options.rounds) for batch in TOKENS} for one in engines]
+    print(f"{'batch':>5}{'off':>9}{'best fixed length':>20}{'auto':>9}{'auto / off':>17}{'auto / best':>17}")
+    for batch in TOKENS:
+        found = {policy: np.array([one[batch] for one in rows]) for policy, rows in speeds.items()}
+        best = max(fixed, key=lambda policy: found[policy].mean())
+        ratios = [found["auto"] / found[other] for other in ("off", best)]
+        texts = "".join(f"{ratio.mean():9.3f} ± {half_width(ratio):.3f}" for ratio in ratios)
+        print(
+            f"{batch:5}{found['off'].mean():9.0f}{best:>11}{found[best].mean():9.0f}{found['auto'].mean():9.0f}{texts}"
+        )
+
+
+if __name__ == "__main__":
+    main()

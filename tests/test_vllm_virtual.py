@@ -1,0 +1,62 @@
+"""`auto` in the plugin while requests come together, end one by one and come again, in virtual time."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from vllm_virtual import PAIRS, TOKENS, VirtualVLLM, tokens_per_s
+
+SEEDS = range(3)
+
+
+@cache
+def speeds(policy: str, pair: str, acceptance: float) -> dict[int, float]:
+    engines = [VirtualVLLM(policy, PAIRS[pair], acceptance, 0.05, seed) for seed in SEEDS]
+    return {batch: float(np.mean([tokens_per_s(one, batch, 2) for one in engines])) for batch in TOKENS}
+
+
+@pytest.mark.parametrize(("pair", "acceptance"), [("8b", 0.8), ("qwen", 0.8), ("qwen", 0.5)])
+def test_auto_is_about_as_fast_as_the_best_of_all_fixed_lengths(pair: str, acceptance: float) -> None:
+    """Every batch size is new once, and most of what is measured is of a load that is about to change."""
+    auto = speeds("auto", pair, acceptance)
+    fixed = [speeds(policy, pair, acceptance) for policy in ("off", "static:1", "static:2", "static:3")]
+    # A single request's few tokens are a matter of luck.
+    ratios = {batch: auto[batch] / max(one[batch] for one in fixed) for batch in TOKENS if batch > 1}
+    assert min(ratios.values()) > 0.93, ratios
+    assert np.mean(list(ratios.values())) > 0.95, ratios
+
+
+def test_prompts_are_read_when_they_come() -> None:
+    """Not afterwards: who decides anew for every batch misses what the draft would have read in passing."""
+    engine = VirtualVLLM("auto", PAIRS["8b"], 0.8)
+    for batch in (8, 64):
+        engine.generate(batch, 150)
+    before = engine.num_caught_up
+    for _ in range(4):
+        engine.generate(64, 60)
+    assert engine.num_caught_up - before < 4 * 64 * 10
+
+
+def test_a_draft_that_missed_every_prompt_is_not_made_to_read_them_for_a_look() -> None:
+    """At 256 requests that would take as long as many steps without drafts."""
+    engine = VirtualVLLM("auto", PAIRS["qwen"], 0.5)
+    for batch in (64, 256):
+        engine.generate(batch, 60)
+    before = engine.num_caught_up
+    for _ in range(3):
+        engine.generate(256, 60)
+    assert engine.num_caught_up - before < 3 * 256 * 64 / 8
+
+
+def test_all_requests_end_and_nothing_is_left() -> None:
+    engine = VirtualVLLM("auto", PAIRS["8b"], 0.8)
+    engine.generate(20, 30)
+    assert all(request.is_done for request in engine._requests.values())
+    engine.generate(3, 5)
+    assert len(engine.controller.backlog) <= 3

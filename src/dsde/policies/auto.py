@@ -32,6 +32,8 @@ URGENCY = 10.0
 PATIENCE = 3
 """drafts that were planned although they do not seem to pay, before everybody stops: what one step took may be an
 accident, and whoever begins again has to read what the draft missed"""
+CLEAR_LOSS = 0.15
+"""of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -165,7 +167,7 @@ class Auto(Policy):
 
     def _learn_from(self, outcome: Outcome, draft: _Draft) -> None:
         step = self.cost.observe(outcome)
-        if not self.cost.is_below(draft.batch.num_plain_tokens):
+        if not self.cost.is_below(draft.batch.num_sequences):
             self._num_blind = 0
         plain_s = float(self.cost.verify_s(outcome.num_plain_tokens))
         self.acceptance.observe(outcome)
@@ -203,12 +205,12 @@ class Auto(Policy):
         rate = max(planned_rate * self._gain, choice.rate_off)
         # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones, at all and in a
         # batch of this size: nobody knows what so many tokens cost.
-        known = (2 * self.cost.most_verified - batch.num_plain_tokens) // max(batch.num_sequences, 1)
+        known = (2 * self.cost.most_verified - batch.num_sequences) // max(batch.num_sequences, 1)
         lengths = np.where(chosen > 0, np.minimum(2 * chosen + 2, min(self._reach, max(known, FIRST_REACH))), 0)
         is_probing = not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = self._probe.lengths
-        prices = find_prices(self.cost, rate, outlooks, chosen, batch.rooms, batch.num_plain_tokens)
+        prices = find_prices(self.cost, rate, outlooks, chosen, batch.rooms, batch.num_sequences)
         ones = np.ones(batch.slots.size)
         plan = Plan(
             lengths=lengths,
@@ -225,7 +227,7 @@ class Auto(Policy):
             },
         )
         if not (pays or is_probing or is_blind or self._probe.is_under_way):
-            plain_s = float(self.cost.verify_s(batch.num_plain_tokens))
+            plain_s = float(self.cost.verify_s(batch.num_sequences))
             plan.num_resting = self._probe.num_steps_left(plain_s + URGENCY * foregone_s)
             if foregone_s:
                 plan.num_resting = min(plan.num_resting, int(self._missing_s(batch) / foregone_s))
@@ -250,7 +252,9 @@ class Auto(Policy):
         and where drafts bring as much as they cost it would read that for nothing, time and again.
         """
         if not self._seems_to_pay(choice):
-            return self._drafts and self._num_doubtful < PATIENCE and bool(choice.lengths.any()), 0.0
+            is_clear = choice.rate * self._gain < (1 - CLEAR_LOSS) * choice.rate_off
+            is_patient = self._drafts and self._num_doubtful < PATIENCE and not is_clear
+            return is_patient and bool(choice.lengths.any()), 0.0
         if self._drafts or self._missing_s(batch) <= 0:
             return True, 0.0
         return False, batch.num_sequences * (1 / choice.rate_off - 1 / (choice.rate * self._gain))
@@ -264,7 +268,7 @@ class Auto(Policy):
         return float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) - self._foregone_s
 
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
-        num_base, num_plain = batch.num_sequences, batch.num_plain_tokens
+        num_base = num_plain = batch.num_sequences
         kinds = self._menu.kinds(outlooks)
         one_length = batch.favours_one_length
         counts, drafted, gains = (self._menu.totals_of_one_length if one_length else self._menu.totals)(kinds)

@@ -189,7 +189,7 @@ class CostModel:
         is_time = self._verifications.is_first or (
             self._verify.num_measured >= NUM_GUESSED and 2 * self._num_new(batch.slots) <= batch.slots.size
         )
-        return is_time and self.is_below(batch.num_plain_tokens)
+        return is_time and self.is_below(batch.num_sequences)
 
     def is_below(self, tokens: float) -> bool:
         """Whether verifications of so many tokens, or fewer, have hardly been measured."""

@@ -149,9 +149,9 @@ class Controller:
         directive.lengths = dict(zip(request_ids, lengths.tolist(), strict=True))
         directive.longest = int(lengths.max(initial=0))
         nums_tokens = [requests[name].num_tokens for name in request_ids] if self._trace is not None else []
-        decision = self._latest = Decision(
-            self._number, request_ids, batch, lengths, plan, nums_tokens, directive.num_catch_up_tokens
-        )
+        # With the step's own tokens the draft reads its prompts.
+        num_read = directive.num_catch_up_tokens + (num_prompt_tokens if directive.longest else 0)
+        decision = self._latest = Decision(self._number, request_ids, batch, lengths, plan, nums_tokens, num_read)
         if num_tokens:  # of an empty one nothing is reported
             self._steps[self._number] = Step(scheduled_at, decision, verified, drafted, num_prompt_tokens, num_tokens)
         self.meter.count_plan(lengths, plan, directive.num_catch_up_tokens)

@@ -575,3 +575,37 @@ def test_what_the_draft_missed_is_not_read_for_nothing(each_s: float) -> None:
     )
     assert 0.97 < off / one < 1.03
     assert speed > 0.98 * max(off, one)
+
+
+def learnt(rate: float, num: int, draft_s: float) -> Auto:
+    """After steps of so many sequences with drafts of two tokens, and some without."""
+    policy, rng = Auto(), np.random.default_rng(0)
+    for number in range(60):
+        policy.plan(batch(num))
+        drafted = [0 if number % 6 == 0 else 2] * num
+        stands = rng.random((num, 2)) < rate
+        accepted = np.minimum.accumulate(stands, axis=1).sum(axis=1) * (np.array(drafted) > 0)
+        seconds = {"draft_s": draft_s * max(drafted), "verify_s": 5e-3 + 4e-6 * sum(drafted)}
+        policy.observe(outcome(drafted, accepted.tolist(), **seconds))
+    return policy
+
+
+def test_prompts_that_a_step_reads_anyway_are_no_reason_to_draft_more() -> None:
+    """Beside them everything looks cheap, and takes as long as ever."""
+    policy = learnt(0.7, 8, 0.8e-3)
+    view = batch(8)
+    expected = policy._draft(view).plan.predicted
+    assert 0 < expected.max() < 6
+    view.num_prompt_tokens = 8192
+    assert policy._draft(view).plan.predicted.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("draft_s", "stops"), [(4.5e-3, True), (2.4e-3, False)])
+def test_a_clear_loss_is_no_accident(draft_s: float, stops: bool) -> None:
+    """Drafts that cost a little more than they bring go on for a few steps, others do not."""
+    policy = learnt(0.45, 8, draft_s)
+    policy._drafts, policy._num_doubtful, policy._gain = True, 0, 1.0
+    drafted = policy._draft(batch(8))
+    assert not policy._seems_to_pay(policy._choose(batch(8), policy.acceptance.outlooks(np.arange(8))[0]))
+    assert (drafted.plan.stop is None) == stops
+    assert drafted.is_doubtful != stops

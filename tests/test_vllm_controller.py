@@ -584,3 +584,11 @@ def test_a_rest_that_is_told_as_one_is_long_enough_to_be_measured() -> None:
         rest = controller._rest
         assert rest is not None
         assert rest._num_left - (in_flight - 1) == LEAST_MEASURED
+
+
+def test_what_the_draft_reads_of_prompts_is_not_the_price_of_its_passes() -> None:
+    policy = Recorded([2, 2, 2])
+    scheduler = Scheduler(make(policy), 2, prompt=6)
+    for _ in range(3):
+        scheduler.step(accepted=1)
+    assert [outcome.num_catch_up_tokens for outcome in policy.outcomes] == [6 + 7, 0]

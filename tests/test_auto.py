@@ -609,3 +609,47 @@ def test_a_clear_loss_is_no_accident(draft_s: float, stops: bool) -> None:
     assert not policy._seems_to_pay(policy._choose(batch(8), policy.acceptance.outlooks(np.arange(8))[0]))
     assert (drafted.plan.stop is None) == stops
     assert drafted.is_doubtful != stops
+
+
+def test_time_that_prompts_take_is_not_held_against_drafts() -> None:
+    policy = learnt(0.7, 8, 0.8e-3)
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        view = batch(8)
+        view.num_prompt_tokens = 2048
+        plan = policy.plan(view)
+        drafted = np.minimum(plan.predicted.astype(int), 3).tolist()
+        stands = np.array([np.minimum.accumulate(rng.random(3) < 0.7) for _ in range(8)])
+        accepted = [int(stands[i, :length].sum()) for i, length in enumerate(drafted)]
+        seconds = {"draft_s": 0.8e-3 * max(drafted), "verify_s": 50e-3 + 4e-6 * sum(drafted), "num_prompt_tokens": 2048}
+        policy.observe(outcome(drafted, accepted, **seconds))
+    assert 0.9 < policy._gain < 1.1
+
+
+def test_beside_prompts_no_step_is_made_to_be_measured() -> None:
+    """It would measure them, too."""
+    policy = learnt(0.7, 8, 0.8e-3)
+    view = batch(24)
+    view.num_prompt_tokens = 500
+    for _ in range(40):
+        plan = policy.plan(view)
+        assert plan.lengths.any()
+        drafted = np.minimum(plan.lengths, 2).tolist()
+        seconds = {"draft_s": 0.9e-3 * max(drafted), "verify_s": 14e-3, "num_prompt_tokens": 500}
+        policy.observe(outcome(drafted, drafted, **seconds))
+
+
+def test_a_plan_made_without_knowing_what_was_missed_is_made_anew() -> None:
+    policy = learnt(0.7, 8, 0.8e-3)
+    policy.settle()
+    kept = policy._next
+    assert kept is not None
+    view = batch(8)
+    view.num_missed = np.full(8, 500)
+    policy.plan(view)
+    assert policy._current is not kept
+    policy.settle()
+    kept, view = policy._next, batch(8)
+    view.num_missed = np.full(8, 500)
+    policy.plan(view)
+    assert policy._current is kept

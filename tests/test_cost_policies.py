@@ -416,7 +416,7 @@ def test_a_step_without_drafts_is_measured_at_once_or_when_it_can_be_spared() ->
     assert not cost.is_guess(batch_of([0]))
     many = list(range(1, 9))
     cost.turn_to(8)
-    assert not cost.is_guess(batch_of(many))  # one more or less: about as long
+    assert not cost.is_guess(batch_of(many))  # the first few go by what one sequence takes
     for _ in range(4):
         cost.observe(outcome_of(many, [2] * 8, [0] * 8, 1e-3, 5.5e-3))
     assert cost.is_guess(batch_of(many))
@@ -426,13 +426,36 @@ def test_a_step_without_drafts_is_measured_at_once_or_when_it_can_be_spared() ->
     assert cost.is_guess(batch_of(many))
 
 
+def test_what_is_old_is_better_than_nothing() -> None:
+    """A batch size that comes back after thousands of steps of a smaller one."""
+    cost = CostModel()
+    for num, num_steps in ((2, 10), (8, 10), (2, 4200)):
+        for _ in range(num_steps):
+            cost.observe(outcome_of(list(range(num)), [0] * num, [0] * num, 0.0, 5e-3 + num * 1e-3))
+    cost.turn_to(8)
+    assert float(cost.verify_s(8)) == pytest.approx(13e-3, rel=0.05)
+
+
+def test_prompts_read_in_passing_say_nothing_of_passes_and_of_catching_up() -> None:
+    cost = CostModel()
+    for _ in range(6):
+        cost.observe(outcome_of([0, 1], [2, 2], [1, 1], 2e-3, 5e-3))
+    with_prompts = outcome_of([0, 1], [2, 2], [1, 1], 30e-3, 5e-3)
+    with_prompts.num_draft_prompt_tokens = 4000
+    cost.observe(with_prompts)
+    assert float(cost.draft_s(2)) == pytest.approx(1e-3, rel=0.01)
+    assert float(cost.catch_up_s(64)) < 2e-3
+
+
 def test_what_the_draft_has_missed_is_what_whoever_knows_says() -> None:
     cost = CostModel()
     cost.observe(outcome_of([0, 1], [0, 0], [0, 0], 0.0, 5e-3))
     assert cost.behind(np.array([0, 1])).tolist() == [1, 1]
-    cost.see(BatchView(np.array([1, 0]), np.ones(2, np.int64), np.zeros(2), 2, num_missed=np.array([70, 3])))
+    assert cost.see(BatchView(np.array([1, 0]), np.ones(2, np.int64), np.zeros(2), 2, num_missed=np.array([70, 3])))
     assert cost.behind(np.array([0, 1])).tolist() == [3, 70]
-    cost.see(BatchView(np.array([1, 0]), np.ones(2, np.int64), np.zeros(2), 2))
+    assert not cost.see(BatchView(np.array([1, 0]), np.ones(2, np.int64), np.zeros(2), 2))
+    assert not cost.see(BatchView(np.array([0]), np.ones(1, np.int64), np.zeros(1), 1, num_missed=np.array([4])))
+    cost.see(BatchView(np.array([0]), np.ones(1, np.int64), np.zeros(1), 1, num_missed=np.array([3])))
     assert cost.behind(np.array([0, 1])).tolist() == [3, 70]
 
 
@@ -695,6 +718,7 @@ def test_nightjar_equals_the_rule_written_out(seed: int) -> None:
     for _ in range(400):
         num = int(rng.choice([1, 2, 3, 4, 5, 8]))
         slots = list(range(num))
+        policy.cost.turn_to(num)
         switch_s = float(policy.cost.catch_up_s(policy.cost.num_behind(np.array(slots)))) if was_off else 0.0
         plan = policy.plan(batch_of(slots))
         arm = reference.choose(num, switch_s)

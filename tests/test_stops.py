@@ -14,6 +14,7 @@ from dsde import SamplingParams
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Signal, Stop, StopAfter, StopBefore, StopByWorth, TokenSignal
 from dsde.drafting import ModelDrafter
+from dsde.drafting.ruling import Ruling
 from dsde.models.batch import pack
 from dsde.models.decoder import Decoder
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
@@ -410,3 +411,13 @@ def test_a_cap_saves_a_batch_from_its_longest_draft() -> None:
 
     assert gain("svip", 16) < 0.75 * gain("svip", 1)
     assert gain("svip|meancap", 16) > 1.15 * gain("svip", 16)
+
+
+def test_who_is_expected_to_go_on() -> None:
+    """Those whose usual drafts are longer, and whoever is never stopped."""
+    stop = StopByWorth(np.zeros(3), np.array([0.0, np.inf, 0.0]), np.ones(3), 0.1, 0.1, 0.5, np.array([3, 0, 1]), 0.1)
+    ruling = Ruling(stop)
+    everybody = np.arange(3)
+    assert [ruling.num_expected(everybody, num_drafted) for num_drafted in (0, 1, 2, 3)] == [3, 2, 2, 1]
+    assert ruling.num_expected(np.array([2]), 1) == 0
+    assert Ruling(StopAfter(Signal.MARGIN, np.zeros(3), False)).num_expected(everybody, 5) == 3

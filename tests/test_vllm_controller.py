@@ -12,7 +12,7 @@ import pytest
 from dsde.core.stops import StopByWorth
 from dsde.integrations.vllm.controller import Controller, Limits
 from dsde.integrations.vllm.messages import Directive, Feedback
-from dsde.integrations.vllm.rest import LEAST_MEASURED, LONGEST_REST, Rest
+from dsde.integrations.vllm.rest import LONGEST_REST, Rest
 from dsde.integrations.vllm.support import pairs, takes_turns
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
 
@@ -575,15 +575,69 @@ def test_who_says_where_to_stop_has_decided_to_draft() -> None:
 
 
 def test_a_rest_that_is_told_as_one_is_long_enough_to_be_measured() -> None:
-    """Though the newest of its steps are still under way when it ends."""
-    for in_flight in (1, 2, 3):
-        controller = make(Recorded([0] * 9), num_in_flight=in_flight)
-        controller._takes_turns = controller._pairs = True
-        scheduler = Scheduler(controller, 1)
+    """Though the newest of its steps are still under way when it ends, here one of two."""
+    policy = Recorded([0] * 9)
+    controller = make(policy, num_in_flight=2)
+    controller._takes_turns = controller._pairs = True
+    scheduler = Scheduler(controller, 1)
+    observe, held = controller.observe, []
+    controller.observe = lambda *report: held.append(report)  # type: ignore[method-assign, assignment]
+    for _ in range(6):
+        if len(held) == 2:
+            observe(*held.pop(0))
         scheduler.step()
-        rest = controller._rest
-        assert rest is not None
-        assert rest._num_left - (in_flight - 1) == LEAST_MEASURED
+    assert policy.outcomes
+    assert all(outcome.verify_s > 0 for outcome in policy.outcomes)
+
+
+def test_one_slow_step_of_a_short_rest_is_an_accident() -> None:
+    rest = Rest(BatchView(np.arange(2), np.ones(2, np.int64), np.zeros(2), 2), {"a": 0, "b": 0}, 3, is_one=True)
+    for _ in range(3):
+        rest.take_step()
+    rest.seconds.extend([0.105, 0.005])
+    assert rest.outcomes()[0].verify_s == 0.005
+
+
+def test_blocks_of_the_prefix_cache_that_the_draft_never_read_are_known_before_the_plan() -> None:
+    policy = Recorded([0, 3])
+    views: list[BatchView] = []
+    plan = policy.plan
+    policy.plan = lambda batch: views.append(batch) or plan(batch)  # type: ignore[func-returns-value, method-assign]
+    controller = make(policy)
+    scheduler = Scheduler(controller, 1)
+    scheduler.step()
+    late = scheduler.requests["late"] = Request("late", list(range(40)), num_computed_tokens=32)
+    scheduled = {"r0": 1, "late": 8}
+    late.num_computed_tokens += 8
+    scheduler.requests["r0"].num_computed_tokens += 1
+    output = SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        scheduled_spec_decode_tokens={},
+        total_num_scheduled_tokens=9,
+        scheduled_new_reqs=[SimpleNamespace(req_id="late", num_computed_tokens=32)],
+        finished_req_ids=set(),
+    )
+    directive = controller.decide(output, scheduler.requests, 0)
+    num_missed = views[-1].num_missed
+    assert num_missed is not None
+    assert num_missed.tolist() == [6, 32]
+    assert directive.num_catch_up_tokens == 6 + 32
+
+
+def test_a_look_without_drafts_decides_nothing() -> None:
+    """Though a stop is left of what a stage took away."""
+
+    class Looking(Recorded):
+        def plan(self, batch: BatchView) -> Plan:
+            plan = super().plan(batch)
+            plan.stop = StopByWorth(np.zeros(3), np.zeros(2), np.zeros(2), 0.0, 0.0, 0.0)
+            return plan
+
+    controller = make(Looking([3, 3, 0, 3, 3]))
+    controller._takes_turns = controller._obeys_prediction = True
+    scheduler = Scheduler(controller, 2)
+    lengths = [max(scheduler.step().lengths.values()) for _ in range(8)]
+    assert lengths == [3, 3, 3, 3, 0, 3, 3, 3]
 
 
 def test_what_the_draft_reads_of_prompts_is_not_the_price_of_its_passes() -> None:
@@ -591,4 +645,5 @@ def test_what_the_draft_reads_of_prompts_is_not_the_price_of_its_passes() -> Non
     scheduler = Scheduler(make(policy), 2, prompt=6)
     for _ in range(3):
         scheduler.step(accepted=1)
-    assert [outcome.num_catch_up_tokens for outcome in policy.outcomes] == [6 + 7, 0]
+    assert [outcome.num_draft_prompt_tokens for outcome in policy.outcomes] == [6 + 7, 0]
+    assert not any(outcome.num_catch_up_tokens for outcome in policy.outcomes)

@@ -67,7 +67,11 @@ class Ruling:
 
     def num_expected(self, sequences: IntArray, num_drafted: int) -> int:
         """How many of these, who have drafted so much, are expected to draft more."""
-        return len(sequences) if self.usual is None else int((self.usual[sequences] > num_drafted).sum())
+        if self.usual is None:
+            return len(sequences)
+        # Whoever is never stopped goes on for certain.
+        expected = (self.usual[sequences] > num_drafted) | np.isposinf(self.bounds[sequences])
+        return int(np.count_nonzero(expected))
 
     def write(
         self, sheet: Sheet, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int

@@ -122,8 +122,8 @@ class Auto(Policy):
     def plan(self, batch: BatchView) -> Plan:
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.is_under_way = False  # its step failed, or all who were in it are gone
-        self.cost.see(batch)
-        if self._next is not None and not self._next.fits(batch):
+        has_missed = self.cost.see(batch)
+        if self._next is not None and (has_missed or not self._next.fits(batch)):
             self._drop_next()
         draft = self._next or self._draft(batch)
         draft.batch = batch
@@ -182,7 +182,9 @@ class Auto(Policy):
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
             return
         self._reach = min(2 * self._reach, self.max)
-        seconds = step.draft_s + step.verify_s
+        # Plans leave prompts out that are read anyway.
+        prompts_s = plain_s - float(self.cost.verify_s(outcome.num_sequences))
+        seconds = step.draft_s + max(step.verify_s - prompts_s, 0.0)
         if draft.planned_rate > 0 and seconds > 0 and step.is_typical:
             emitted = float(outcome.accepted.sum()) + outcome.num_sequences
             gain = emitted / (seconds * draft.planned_rate)

@@ -163,6 +163,8 @@ class Outcome(_Counted):
     """passes of the draft: the longest length of the whole batch"""
     num_catch_up_tokens: int = 0
     """tokens that the draft read because it had not seen them, beyond the newest of each sequence"""
+    num_draft_prompt_tokens: int = 0
+    """of prompts, that the draft read in the same pass as the newest tokens"""
     num_steps: int = 1
     """that it stands for, one after the other and all alike: a rest that the plan announced may be told as one"""
 

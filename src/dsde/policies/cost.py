@@ -110,11 +110,15 @@ class CostModel:
     def _verify(self) -> Curve:
         return self._verifications.current
 
-    def see(self, batch: BatchView) -> None:
-        """A step of this batch is to be planned: whoever knows what its draft has missed need not have it counted."""
-        if batch.num_missed is not None:
-            self._sequences.cover(batch.slots)
-            self._sequences.num_behind[batch.slots] = batch.num_missed
+    def see(self, batch: BatchView) -> bool:
+        """A step of this batch is to be planned: whoever knows what its draft has missed need not have it counted.
+        Returns whether that is more than had been counted, or less."""
+        if batch.num_missed is None:
+            return False
+        counted = self.num_behind(batch.slots)
+        self._sequences.num_behind[batch.slots] = batch.num_missed
+        # By a step, or a token that is read once more, it is often off.
+        return abs(int(batch.num_missed.sum()) - counted) > 2 * batch.slots.size
 
     def turn_to(self, num_sequences: int) -> None:
         """Questions are about a batch of so many, until told otherwise: at first that of the newest step."""
@@ -155,7 +159,8 @@ class CostModel:
         return np.where(tokens > 0, seconds, 0.0)
 
     def behind(self, slots: IntArray) -> IntArray:
-        """[slots] tokens that the draft would have to read before these could draft; not prompts of new ones."""
+        """[slots] tokens that the draft would have to read before these could draft; counted from when they were first
+        seen, unless somebody knew better (`see`)."""
         self._sequences.cover(slots)
         return self._sequences.num_behind[slots]
 
@@ -185,7 +190,10 @@ class CostModel:
     def is_guess(self, batch: BatchView) -> bool:
         """Whether it is time to measure a step of this batch without drafts, since hardly any so small has been: before
         anything is compared with it, or where other sizes of batch tell about what it costs, after a while. Not while
-        most are new: the draft would miss their prompts, and have to read them later."""
+        most are new: the draft would miss their prompts, and have to read them later. Nor beside prompts, which would
+        be measured with it."""
+        if batch.num_prompt_tokens:
+            return False
         is_time = self._verifications.is_first or (
             self._verify.num_measured >= NUM_GUESSED and 2 * self._num_new(batch.slots) <= batch.slots.size
         )
@@ -249,7 +257,8 @@ class CostModel:
             if outcome.draft_s < self.drafting_s(num_drafted, num_passes):
                 self._measure_draft(num_passes, num_drafted, outcome.draft_s)
             rest_s = outcome.draft_s - min(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
-            self._catch_up.observe(outcome.num_catch_up_tokens, rest_s)
+            if not outcome.num_draft_prompt_tokens:  # which are read in passing, at another price
+                self._catch_up.observe(outcome.num_catch_up_tokens, rest_s)
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
@@ -328,7 +337,7 @@ def _drafting(outcome: Outcome) -> tuple[int, int]:
 
 def _is_behind(outcome: Outcome) -> bool:
     """Whether the draft had more to read than the one token a sequence that one accepted whole leaves unread."""
-    return outcome.num_catch_up_tokens > outcome.num_sequences
+    return outcome.num_catch_up_tokens > outcome.num_sequences or outcome.num_draft_prompt_tokens > 0
 
 
 def limit(seconds: float, expected: float) -> float:

@@ -168,6 +168,8 @@ class Curve:
 
     def _rebuild(self) -> None:
         silent = self._now - self._seen_at > LONGEST_SILENCE
+        # What is old is better than nothing.
+        silent[int(np.where(self._num_seen > 0, self._seen_at, -1).argmax())] = False
         self._num_seen[silent] = 0
         known = self._num_seen >= NUM_TRUSTED
         if not known.any():

@@ -144,6 +144,7 @@ class OnOffGate(Stage):
         return all(load.is_on for load in self._loads.values())
 
     def apply(self, plan: Plan, batch: BatchView) -> None:
+        self.cost.see(batch)
         self.cost.turn_to(batch.num_sequences)
         num = batch.slots.size
         load = self._load(batch.num_sequences)

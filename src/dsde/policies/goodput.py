@@ -72,6 +72,7 @@ class Goodput(Policy):
         return self._num_accepted / self._num_tested
 
     def plan(self, batch: BatchView) -> Plan:
+        self.cost.see(batch)
         self.cost.turn_to(batch.num_sequences)
         alphas = self._alphas(batch.slots)
         choice = self._per_sequence(batch, alphas) if self.per == "sequence" else self._per_batch(batch)

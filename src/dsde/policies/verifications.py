@@ -2,8 +2,8 @@
 
 As many tokens take longer if more sequences share them, since all their contexts are read; how much longer depends on
 the machine, the model and the contexts. So batches of different sizes, each up to twice as large as the one before,
-learn from their own steps alone. One that is new goes by the nearest until it has measured something, and steps smaller
-than all of its own take no longer than in the next smaller batch would be expected. Knows nothing of drafts.
+learn from their own steps alone. One that is new goes by the nearest until it has measured some size twice, and steps
+smaller than all of its own take no longer than in the next smaller batch would be expected. Knows nothing of drafts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Verifications:
         """by size: measurements that there were of all sizes when somebody last asked for it"""
         self._size = -1
         self.is_first = True
-        """whether no other size has been measured"""
+        """whether no other size was known when this was turned to"""
         self.turn_to(1)
 
     def turn_to(self, num_sequences: int) -> None:

@@ -48,6 +48,7 @@ class Decision:
     num_tokens: list[int] = field(default_factory=list)
     """[requests] so far; empty unless there is a trace"""
     num_catch_up_tokens: int = 0
+    num_draft_prompt_tokens: int = 0
     draft_s: float = 0.0
     """what it took; written when the step has been reported"""
 
@@ -141,7 +142,9 @@ class Controller:
         request_ids = [name for name in scheduler_output.num_scheduled_tokens if not requests[name].is_prefill_chunk]
         batch = self._view(request_ids, requests, num_waiting, num_prompt_tokens)
         if self.limits.can_skip:
-            batch.num_missed = self._num_missed(request_ids, requests, scheduler_output)
+            self._note_cached(scheduler_output)
+            if not self._waits_for_outcome():
+                batch.num_missed = self._num_missed(request_ids, requests, scheduler_output)
         plan, lengths = self._plan(request_ids, batch)
         directive = Directive(self._number)
         if self.limits.can_skip:
@@ -149,9 +152,11 @@ class Controller:
         directive.lengths = dict(zip(request_ids, lengths.tolist(), strict=True))
         directive.longest = int(lengths.max(initial=0))
         nums_tokens = [requests[name].num_tokens for name in request_ids] if self._trace is not None else []
-        # With the step's own tokens the draft reads its prompts.
-        num_read = directive.num_catch_up_tokens + (num_prompt_tokens if directive.longest else 0)
-        decision = self._latest = Decision(self._number, request_ids, batch, lengths, plan, nums_tokens, num_read)
+        decision = self._latest = Decision(
+            self._number, request_ids, batch, lengths, plan, nums_tokens, directive.num_catch_up_tokens
+        )
+        if directive.longest:
+            decision.num_draft_prompt_tokens = num_prompt_tokens
         if num_tokens:  # of an empty one nothing is reported
             self._steps[self._number] = Step(scheduled_at, decision, verified, drafted, num_prompt_tokens, num_tokens)
         self.meter.count_plan(lengths, plan, directive.num_catch_up_tokens)
@@ -202,6 +207,12 @@ class Controller:
             favours_one_length=2 * num <= limits.num_graph_tokens,
         )
 
+    def _note_cached(self, scheduler_output: Any) -> None:
+        """A request that begins within the prefix cache may begin on blocks that the draft never read."""
+        for new in scheduler_output.scheduled_new_reqs if self.backlog.has_skipped else ():
+            if new.num_computed_tokens:
+                self.backlog.skip(new.req_id, 0)
+
     def _num_missed(self, request_ids: list[str], requests: Mapping[str, Any], scheduler_output: Any) -> IntArray:
         """Of those that decode. What the step itself reads the draft reads with it, prompts too."""
         if not len(self.backlog):
@@ -210,11 +221,15 @@ class Controller:
         found = [num_missed(name, requests[name].num_computed_tokens - scheduled[name]) for name in request_ids]
         return np.array(found, np.int64)
 
+    def _waits_for_outcome(self) -> bool:
+        """Whether the policy is not asked before it has seen what came of its latest plan. Of one whose requests are
+        all gone nobody learns anything any more."""
+        return self._awaited is not None and any(map(self.slots.__contains__, self._awaited_ids))
+
     def _plan(self, request_ids: list[str], batch: BatchView) -> tuple[Plan | None, IntArray]:
         if not request_ids:
             return None, np.empty(0, np.int64)
-        # Of a plan whose requests are all gone nothing comes any more.
-        if self._awaited is not None and any(map(self.slots.__contains__, self._awaited_ids)):
+        if self._waits_for_outcome():
             return None, self._settled.repeat(request_ids, batch.rooms)
         plan = self.policy.plan(batch)
         lengths = np.clip(plan.lengths, 0, batch.rooms)
@@ -224,7 +239,8 @@ class Controller:
             self._awaited, self._awaited_ids = self._number, request_ids
             if plan.predicted.any() or not lengths.any():  # otherwise it is a look, however often it comes
                 # Who says where drafts are to stop has decided that there will be some.
-                is_sure = plan.num_resting > 0 or (plan.stop is not None and self._obeys_prediction)
+                decides = plan.stop is not None and self._obeys_prediction and bool(lengths.any())
+                is_sure = plan.num_resting > 0 or decides
                 self._settled.follow(request_ids, lengths, is_sure)
         return plan, lengths
 
@@ -238,10 +254,6 @@ class Controller:
     ) -> None:
         """Catch up where somebody drafts; where nobody does, note what the draft will have missed. Lowers `lengths`."""
         backlog, scheduled = self.backlog, scheduler_output.num_scheduled_tokens
-        # A request that begins within the prefix cache may begin on blocks that the draft never read.
-        for new in scheduler_output.scheduled_new_reqs if backlog.has_skipped else ():
-            if new.num_computed_tokens:
-                backlog.skip(new.req_id, 0)
         if len(backlog) and lengths.any():
             wanting = {}
             for name, length in zip(request_ids, lengths.tolist(), strict=True):
@@ -265,7 +277,8 @@ class Controller:
         """As long as the policy says; or else until it has seen what came of a plan, if steps until then repeat it."""
         num_left = plan.num_resting
         if self._takes_turns and not self._settled.is_on:
-            # When it ends the newest of its steps have not been reported; who has one outcome of it wants to know.
+            # When it ends, the newest of its steps have not been reported yet. Whoever is told of it as a whole is to
+            # be told what a step took, too.
             num_left = max(num_left, self.limits.num_in_flight + (LEAST_MEASURED - 1 if self._pairs else 0))
         # A trace has a line for every step. A draft that cannot be left out takes its time in every one.
         if num_left > 0 and decision.request_ids and self.limits.can_skip and self._trace is None:
@@ -373,6 +386,7 @@ class Controller:
             num_drafted=sum(step.drafted.values()),
             num_draft_passes=int(verified.lengths.max(initial=0)),
             num_catch_up_tokens=verified.num_catch_up_tokens,
+            num_draft_prompt_tokens=verified.num_draft_prompt_tokens,
         )
         needs = self.policy.needs
         if needs & (Need.KLD | Need.DRAFT_SIGNALS | Need.TOKEN_PROB):

@@ -41,7 +41,7 @@ class Curve:
     compiled or was preempted does not move it. Elsewhere seconds are the least that is plausible for a curve that is
     flat first and never bends down: between measured sizes a straight line, or the prior shape where that is lower;
     above them a straight line through the largest and one at most half as large, or the prior shape where there is
-    none; below them in proportion to the size, or as little as another curve says. So one size alone fixes the level.
+    none; below them in proportion to the size, or as another curve says. So one size alone fixes the level.
     Nothing costs more than anything larger: of two buckets that contradict this the smaller size is lowered, because a
     step is slow by accident but hardly ever fast.
     """
@@ -70,7 +70,8 @@ class Curve:
         self.nearest: Curve | None = None
         """that it goes by until then"""
         self.smaller: Curve | None = None
-        """that tells the least that sizes below all measured ones cost"""
+        """that tells how much less than the smallest measured size smaller ones cost, if they are not taken to cost so
+        in proportion"""
 
     def observe(self, size: float, seconds: float, num: int = 1) -> None:
         """So many measurements of a size."""
@@ -108,7 +109,7 @@ class Curve:
 
     def go_by(self, nearest: Curve | None, smaller: Curve | None) -> None:
         """Where nothing, or nothing so small, has been measured here."""
-        self._is_stale = self._is_stale or (smaller is not None and self.num_measured > 0)
+        self._is_stale = self._is_stale or (self.is_flat_below and smaller is not None and self.num_measured > 0)
         self.nearest, self.smaller = nearest, smaller
 
     def seconds(self, sizes: ArrayLike) -> FloatArray:
@@ -182,7 +183,7 @@ class Curve:
         between = slice(first, last + 1)
         table[between] = np.minimum(table[between], np.interp(_CENTERS[between], _CENTERS[places], table[places]))
         table[:first] = table[first] * (1.0 if self.is_flat_below else _CENTERS[:first] / _CENTERS[first])
-        if self.smaller is not None:
+        if self.is_flat_below and self.smaller is not None:
             table[:first] = np.minimum(table[:first], self.smaller.seconds(_CENTERS[:first]))
         far = places[places <= last - BUCKETS_PER_OCTAVE]
         if far.size:

@@ -114,7 +114,7 @@ class DeviceDrafter:
         while True:
             may_go_on = draft.may_go_on
             following, step, next_call = draft.members[may_go_on], None, None
-            num_expected, waits = 0, call is not None
+            num_expected, waits, goes_on = 0, call is not None, True
             if len(following):
                 if len(following) < len(may_go_on):
                     batch = batch.only(may_go_on)
@@ -135,13 +135,11 @@ class DeviceDrafter:
                     if waits:
                         (self.passes.finish if goes_on else self.passes.abandon)(step[0])
                 draft.apply(decisions)
-                if not goes_on:
-                    if not waits:
-                        draft.deepen(following)  # for nobody, but it was made
-                    return
-            if step is None:
+            if step is None or (waits and not goes_on):
                 return
             draft.deepen(following)
+            if not goes_on:  # a pass for nobody, but it was made
+                return
             call = next_call
 
     def read_ahead(

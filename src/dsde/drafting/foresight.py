@@ -7,7 +7,7 @@ from __future__ import annotations
 
 MOST_WASTE = 0.04
 """chance that a pass is for nobody, up to which that costs less than waiting to hear whether it is: a pass that waits
-takes some 4 % longer"""
+takes 4 % longer or more"""
 MEMORY = 32
 """decisions after which an older one counts about a third"""
 MANY = 8

@@ -111,8 +111,9 @@ class CostModel:
         return self._verifications.current
 
     def see(self, batch: BatchView) -> bool:
-        """A step of this batch is to be planned: whoever knows what its draft has missed need not have it counted.
-        Returns whether that is more than had been counted, or less."""
+        """A step of this batch is to be planned: questions are about it from now on, and whoever knows what its draft
+        has missed need not have it counted. Returns whether that is more than had been counted, or less."""
+        self.turn_to(batch.num_sequences)
         if batch.num_missed is None:
             return False
         counted = self.num_behind(batch.slots)

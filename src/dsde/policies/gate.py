@@ -145,7 +145,6 @@ class OnOffGate(Stage):
 
     def apply(self, plan: Plan, batch: BatchView) -> None:
         self.cost.see(batch)
-        self.cost.turn_to(batch.num_sequences)
         num = batch.slots.size
         load = self._load(batch.num_sequences)
         plan.signals["gate_saved"] = np.full(num, load.long.mean)

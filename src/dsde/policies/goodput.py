@@ -73,7 +73,6 @@ class Goodput(Policy):
 
     def plan(self, batch: BatchView) -> Plan:
         self.cost.see(batch)
-        self.cost.turn_to(batch.num_sequences)
         alphas = self._alphas(batch.slots)
         choice = self._per_sequence(batch, alphas) if self.per == "sequence" else self._per_batch(batch)
         predicted = choice.lengths.astype(np.float64)

@@ -64,7 +64,6 @@ class Nightjar(Policy):
     def plan(self, batch: BatchView) -> Plan:
         num = batch.slots.size
         self.cost.see(batch)
-        self.cost.turn_to(batch.num_sequences)
         context = self._context(batch.num_sequences)
         switch_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) if self._is_off else 0.0
         if num:

@@ -720,13 +720,18 @@ def test_no_stop_sends_a_step_to_the_host(way: Way, policy: str) -> None:
 def test_a_pass_that_waited_for_no_decision_changes_nothing_but_their_number(
     way: Way, rule: Callable[[int], Stop]
 ) -> None:
-    """Drafts end where they would have; a pass that turns out to be for nobody is counted."""
+    """Drafts end where they would have; a pass that turns out to be for nobody is counted, and not waited for."""
     params = SamplingParams(temperature=0, max_tokens=24)
     work = [([i + 1, 7, 3], params) for i in range(4)]
     patient, bold = Ruled(rule), Ruled(rule)
+    wait, waits = Referee.wait, []
+    way.monkeypatch.setattr(Referee, "wait", lambda *args: waits.append(1) or wait(*args))
     for policy, is_sure in ((patient, False), (bold, True)):
         way.monkeypatch.setattr(Foresight, "is_sure", lambda *_, sure=is_sure: sure)
         check_same(way.alone(work), answers_together(way.engine("close", policy), work, seed=42))
+        waits.append(0)
+    num_patient = waits.index(0)
+    assert len(waits) == 2 * (num_patient + 1)
     assert len(patient.outcomes) == len(bold.outcomes)
     num_more = 0
     for a, b in zip(patient.outcomes, bold.outcomes, strict=True):

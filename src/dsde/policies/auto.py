@@ -270,18 +270,18 @@ class Auto(Policy):
         return float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) - self._foregone_s
 
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
-        num_base = num_plain = batch.num_sequences
+        num_base = batch.num_sequences
         kinds = self._menu.kinds(outlooks)
         one_length = batch.favours_one_length
         counts, drafted, gains = (self._menu.totals_of_one_length if one_length else self._menu.totals)(kinds)
-        packed = num_plain + drafted
+        packed = num_base + drafted
         # Hundreds of choices, but never more sequences in a pass than there are.
         pass_s = np.concatenate(([0.0], self.cost.draft_s(np.arange(1.0, kinds.size + 1))))
         draft_s = pass_s[counts.astype(np.intp)]
         seconds = self.cost.start_s + np.add.accumulate(draft_s, axis=1) + self.cost.verify_s(packed)
         rates = np.where(drafted > 0, (num_base + gains) / seconds, 0.0)
         level, last = divmod(int(rates.argmax()), self.max)
-        rate_off = num_base / float(self.cost.verify_s(num_plain))
+        rate_off = num_base / float(self.cost.verify_s(num_base))
         lengths = np.full(kinds.size, last + 1) if one_length else self._menu.lengths(kinds, level, last + 1)
         lengths = np.minimum(lengths, batch.rooms)
         return _Choice(lengths, float(rates[level, last]), float(seconds[level, last]), rate_off)

@@ -9,7 +9,7 @@ import pytest
 
 from asynchronous import force_asynchronous
 from conftest import MakeEngine, asking, speculation
-from dsde.integrations.vllm.omission import GROUPS
+from dsde.integrations.vllm.omission import find_target_groups
 from pairs import HEADS, random_tensors, write_model
 from test_catch_up import Scripted
 
@@ -37,12 +37,13 @@ def test_the_draft_is_prepared_only_where_it_runs(
     )
     engine.controller.policy = policy = Scripted()
     runner = engine.core.model_executor.driver_worker.worker.model_runner
-    names, forward = [], runner._model_forward
+    names, forward, is_speculating = [], runner._model_forward, []
 
     def watch(*args: Any, **kwargs: Any) -> Any:
         from vllm.forward_context import get_forward_context
 
         names.append(set(get_forward_context().attn_metadata))
+        is_speculating.append(runner.speculative_config is not None)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(runner, "_model_forward", watch)
@@ -52,4 +53,7 @@ def test_the_draft_is_prepared_only_where_it_runs(
     assert of_target < of_both
     assert not any("draft" in name for name in of_target)
     assert 20 < names.count(of_target) <= engine.controller.meter["num_off_steps"]
-    assert [len(groups) for groups in getattr(runner, GROUPS)] == [len(groups) - 1 for groups in runner.attn_groups]
+    # Where nobody drafts, vLLM speculates no more than without a draft; before and behind it does as ever.
+    assert is_speculating == [found != of_target for found in names]
+    assert runner.speculative_config is not None
+    assert [len(groups) for groups in find_target_groups(runner)] == [len(groups) - 1 for groups in runner.attn_groups]

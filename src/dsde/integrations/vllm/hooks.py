@@ -82,14 +82,6 @@ DISPATCH = Hook(DISPATCHER, "CudagraphDispatcher", "dispatch", ("num_tokens", "u
 FOR_GRAPHS = (DETERMINE_BATCH, CAPTURE, DISPATCH)
 """without these lengths below the largest have no CUDA graph of their own"""
 
-PREPARE_INPUTS = Hook(RUNNER, "GPUModelRunner", "_prepare_inputs", ("scheduler_output",))
-BUILD_ATTENTION = Hook(
-    *(RUNNER, "GPUModelRunner", "_build_attention_metadata"), ("num_tokens", "num_reqs", "max_query_len")
-)
-
-FOR_OMISSION = (PREPARE_INPUTS, BUILD_ATTENTION)
-"""without these steps without the draft take a little longer than they must"""
-
 
 def find_changes(hooks: Iterable[Hook]) -> list[str]:
     """What is not as it must be, one phrase each."""

@@ -1,46 +1,35 @@
-"""What vLLM prepares for speculation in every step, left out where nobody drafts and the draft reads nothing.
+"""What vLLM does for its draft in every step, left out of those in which nobody drafts and no draft is verified.
 
-Such a step is then prepared as by vLLM without speculation. Knows how vLLM prepares a step; knows nothing of lengths.
+Such a step then goes as in vLLM without speculation. Knows what vLLM's model runner asks of itself to see whether it
+speculates; knows nothing of lengths.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dsde.integrations.vllm import hooks
-from dsde.integrations.vllm.running import adapter_of
 
-GROUPS = "dsde_attention_groups"
+class Omission:
+    """A model runner that can forget its draft for a call."""
 
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._groups: list[list[Any]] | None = None
+        """found at first use, when the runner has its KV cache"""
+        # The state of a recurrent target lies elsewhere for whoever may have drafted.
+        self.is_possible = runner.speculative_config.method == "draft_model" and not runner.model_config.is_hybrid
 
-def prepare_inputs(original: Any, runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-    """Without drafts to verify, no metadata of drafts: 0.32 makes some wherever there is a draft at all."""
-    # The state of a recurrent target lies elsewhere for whoever may have drafted.
-    if not _is_plain(runner) or scheduler_output.scheduled_spec_decode_tokens or runner.model_config.is_hybrid:
-        return original(runner, scheduler_output, *args, **kwargs)
-    speculative, runner.speculative_config = runner.speculative_config, None
-    try:
-        return original(runner, scheduler_output, *args, **kwargs)
-    finally:
-        runner.speculative_config = speculative
-
-
-def build_attention(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Metadata for the target's layers alone: the draft's are read by nobody if it does not run."""
-    if not _is_plain(runner):
-        return original(runner, *args, **kwargs)
-    if not hasattr(runner, GROUPS):
-        setattr(runner, GROUPS, find_target_groups(runner))
-    groups, runner.attn_groups = runner.attn_groups, getattr(runner, GROUPS)
-    try:
-        return original(runner, *args, **kwargs)
-    finally:
-        runner.attn_groups = groups
-
-
-def _is_plain(runner: Any) -> bool:
-    adapter = adapter_of(runner)
-    return adapter is not None and adapter.leaves_draft_out
+    def call(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """A method of the runner, which believes meanwhile that there is no draft."""
+        runner = self._runner
+        if self._groups is None:
+            self._groups = find_target_groups(runner)
+        speculative, groups = runner.speculative_config, runner.attn_groups
+        runner.speculative_config, runner.attn_groups = None, self._groups
+        try:
+            return original(runner, *args, **kwargs)
+        finally:
+            runner.speculative_config, runner.attn_groups = speculative, groups
 
 
 def find_target_groups(runner: Any) -> list[list[Any]]:
@@ -56,10 +45,3 @@ def find_target_groups(runner: Any) -> list[list[Any]]:
             num -= 1
         found.append(groups[:num])
     return found
-
-
-def install() -> None:
-    hooks.wrap_if_known(
-        {hooks.PREPARE_INPUTS: prepare_inputs, hooks.BUILD_ATTENTION: build_attention},
-        lost="steps without drafts are prepared as if there were some",
-    )

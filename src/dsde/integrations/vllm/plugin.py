@@ -62,10 +62,9 @@ def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
     settings = asked_for(worker.vllm_config)
     if settings is None or hooks.find_changes(hooks.NEEDED):
         return
-    from dsde.integrations.vllm import graphs, omission, running
+    from dsde.integrations.vllm import graphs, running
 
     running.install()
-    omission.install()
     # Ranks of data parallel pad their batches to one another's, which a graph chosen here would not know.
     if settings.graphs and worker.vllm_config.parallel_config.data_parallel_size == 1:
         graphs.install()

@@ -18,6 +18,7 @@ import torch
 from dsde.integrations.vllm import hooks
 from dsde.integrations.vllm.clock import Clocks, StepClock
 from dsde.integrations.vllm.messages import Directive, Feedback, attach, attached
+from dsde.integrations.vllm.omission import Omission
 from dsde.integrations.vllm.settings import Settings, read_settings
 from dsde.integrations.vllm.signals import divergences, looks
 from dsde.integrations.vllm.support import make_supported, needs_of
@@ -67,8 +68,9 @@ class RunnerAdapter:
         self.wants_klds = bool(needs & Need.KLD)
         self.wants_looks = bool(needs & (Need.DRAFT_SIGNALS | Need.TOKEN_PROB))
         self.can_skip = self.method == "draft_model"
-        self.leaves_draft_out = False
-        """whether the step under way ends without the draft having read anything"""
+        self.omission = Omission(runner)
+        self.is_plain = False
+        """whether the step under way has nothing to do with drafts"""
         self._clocks = Clocks(runner.device.type == "cuda")
         self._drafts = Drafts()
         self._no_tokens: torch.Tensor | None = None
@@ -98,7 +100,8 @@ class RunnerAdapter:
     def begin(self, scheduler_output: Any) -> None:
         directive = attached(scheduler_output)
         is_off = scheduler_output.num_spec_tokens_to_schedule == 0
-        self.leaves_draft_out = self.can_skip and is_off and not directive.catch_up
+        verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
+        self.is_plain = self.omission.is_possible and is_off and not directive.catch_up and not verifies
         self._report = Report(self._clocks.begin()) if directive.is_timed else None
 
     def mark(self) -> None:
@@ -107,7 +110,7 @@ class RunnerAdapter:
 
     def end(self) -> Report | None:
         report, self._report = self._report, None
-        self.leaves_draft_out = False
+        self.is_plain = False
         return report
 
     # Drafting
@@ -270,6 +273,8 @@ def execute(original: Any, runner: Any, scheduler_output: Any, *args: Any, **kwa
             adapter = RunnerAdapter(runner, _settings(runner))
             setattr(runner, ADAPTER, adapter)
         adapter.begin(scheduler_output)
+        if adapter.is_plain:
+            return adapter.omission.call(original, scheduler_output, *args, **kwargs)
     return original(runner, scheduler_output, *args, **kwargs)
 
 
@@ -305,8 +310,11 @@ def sample_draft(original: Any, proposer: Any, hidden_states: Any, sampling_meta
 
 
 def sample_tokens(original: Any, runner: Any, grammar_output: Any) -> Any:
-    output = original(runner, grammar_output)
     adapter = adapter_of(runner)
+    if adapter is not None and adapter.is_plain:
+        output = adapter.omission.call(original, grammar_output)
+    else:
+        output = original(runner, grammar_output)
     report = None if adapter is None else adapter.end()
     if report is not None and output is not None:
         if hasattr(output, "get_output"):

@@ -91,8 +91,7 @@ def pretend_to_capture_parts(self: passes.PassRunner, entry: passes.Pass) -> Non
         assert entry.underway is not None, "the rest of a pass that was not begun"
         entry.result, entry.underway = passes.rest_of(entry.underway), None
 
-    entry.first_part = SimpleNamespace(replay=replay_first_part)  # type: ignore[assignment]
-    entry.graph = SimpleNamespace(replay=replay_rest)  # type: ignore[assignment]
+    entry.parts = [SimpleNamespace(replay=replay) for replay in (replay_first_part, replay_rest)]  # type: ignore[misc]
     self.num_captured += 2
 
 

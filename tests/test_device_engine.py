@@ -634,7 +634,9 @@ def test_drafts_stop_where_they_do_on_the_host(
     # Ends that come as a surprise would let the two engines make different batches.
     work = [(prompt, replace(params, max_tokens=20, stop_token_ids=[], n=1)) for prompt, params in work]
     way.monkeypatch.setattr(Referee, "has_decided", lambda *_: False)
-    way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: False)  # the host never makes a pass for nobody
+    # The host never makes a pass for nobody, and hears of every decision.
+    way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: False)
+    way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda *_: False)
     way.monkeypatch.setattr(draft_store, "_FIRST_STORE_ROWS", 3)
     outcomes, texts = [], []
     for context in (nullcontext, way.host):
@@ -664,6 +666,7 @@ def test_a_stopped_draft_that_is_the_target_is_never_rejected(way: Way, seed: in
     way.monkeypatch.setattr(draft_store, "_FIRST_STORE_ROWS", 3)
     way.monkeypatch.setattr(Referee, "has_decided", lambda *_: rng.random() < 0.5)
     way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: rng.random() < 0.5)
+    way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda *_: rng.random() < 0.2)
     work = random_work(seed + 30, greedy=seed % 2 == 0, count=60 if HAS_CUDA else 12, edited=0.1)
     expected = way.alone(work) if seed % 2 == 0 else way.alone_on_device(work)
     rules = [*RULES, *RULES, None, None]
@@ -728,6 +731,7 @@ def test_a_pass_that_waited_for_no_decision_changes_nothing_but_their_number(
     way.monkeypatch.setattr(Referee, "wait", lambda *args: waits.append(1) or wait(*args))
     for policy, is_sure in ((patient, False), (bold, True)):
         way.monkeypatch.setattr(Foresight, "is_sure", lambda *_, sure=is_sure: sure)
+        way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda *_: False)
         check_same(way.alone(work), answers_together(way.engine("close", policy), work, seed=42))
         waits.append(0)
     num_patient = waits.index(0)
@@ -764,6 +768,42 @@ def test_only_what_is_all_but_sure_is_not_waited_for() -> None:
         share[chance] = sum(found[400:]) / 3600
     assert share[0.01] > 0.8
     assert share[0.1] < 0.2
+
+
+def test_a_draft_that_is_all_but_sure_to_be_over_waits_for_nothing(way: Way) -> None:
+    """It ends where it is expected to, and what was decided on it is heard with the next one."""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    work = [([i + 1, 7, 3], params) for i in range(4)]
+
+    def rule(count: int) -> Stop:
+        """Two tokens are usual, and everybody would go on for ever."""
+        usual, outlooks = np.full(count, 2), np.full(count, 0.9)
+        return StopByWorth(np.zeros(3), np.full(count, 50.0), outlooks, 0.01, 0.01, 0.01, usual, 0.0)
+
+    learnt: list[bool] = []
+    way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: True)
+    way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda _, count: count == 0)
+    way.monkeypatch.setattr(Foresight, "learn_end", lambda _, is_surprise: learnt.append(is_surprise))
+    policy = Ruled(rule)
+    check_same(way.alone(work), answers_together(way.engine("close", policy), work, seed=42))
+    drafted = np.concatenate([outcome.drafted for outcome in policy.outcomes])
+    assert set(drafted.tolist()) <= {0, 1, 2}
+    assert (drafted == 2).sum() > len(drafted) // 2
+    # Heard of every one but the last: it would have gone on.
+    assert len(learnt) >= len(policy.outcomes) - 2
+    assert all(learnt)
+
+
+def test_whether_drafts_end_as_expected_is_learnt() -> None:
+    foresight = Foresight()
+    assert not foresight.is_sure_of_end(0)
+    for _ in range(100):
+        foresight.learn_end(False)
+    assert foresight.is_sure_of_end(0)
+    assert not foresight.is_sure_of_end(1)
+    for _ in range(4):
+        foresight.learn_end(True)
+    assert not foresight.is_sure_of_end(0)
 
 
 @pytest.mark.parametrize("rule", [rule_before, rule_by_worth])

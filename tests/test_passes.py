@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +36,33 @@ def without_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+def test_a_pass_in_parts_is_queued_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured at its second run, as many graphs as parts; whoever wants all of it need not know."""
+    owner = Owner()
+    shape = replace(SHAPE, in_parts=True)
+    owner.entry = owner.passes._passes[shape] = Pass(shape, None, None, {}, None)  # type: ignore[arg-type]
+
+    def graph_of(work: Callable[[], None]) -> object:
+        before = len(owner.done)
+        work()
+        done = owner.done[before:]
+        return SimpleNamespace(replay=lambda: owner.done.extend(done))
+
+    monkeypatch.setattr(owner.passes, "_graph_of", graph_of)
+    assert owner.passes.start(owner.entry) == "result"
+    assert not owner.entry.is_captured
+    owner.passes.begin(owner.entry)
+    assert len(owner.entry.parts) == 2
+    owner.done.clear()
+    owner.passes.begin(owner.entry)
+    assert owner.done == ["first part"]
+    assert owner.passes.finish(owner.entry) == "result"
+    assert owner.passes.start(owner.entry) == "result"
+    assert owner.done == 2 * ["first part", "rest"]
+    assert owner.passes.num_cold == 2
+    assert owner.entry.graph is None
 
 
 def test_a_pass_in_two_parts() -> None:

@@ -2,8 +2,7 @@
 
 Each step is a pass that ends by drawing its tokens into the draft store, where the next step and the target find them,
 so the host never sees a drafted token before the verdict. A rule is applied on the device as well; the host learns what
-it decided before it goes through with the next pass, unless somebody is all but sure to go on. Knows nothing of
-verification.
+it decided before it goes through with the next pass, unless it is all but sure of that. Knows nothing of verification.
 """
 
 from __future__ import annotations
@@ -60,6 +59,7 @@ class DeviceDrafter:
         self._ahead_is_watched = False
         self.referee = Referee(max_num_seqs, drafts.tokens.device)
         self.foresight = Foresight()
+        self._unheard: _Unheard | None = None
 
     def propose(
         self,
@@ -76,9 +76,11 @@ class DeviceDrafter:
         With a `stop` the next pass depends on what the device decides on the last. It is made for everybody who may
         still go on, and its first layers are run while the host hears of the decisions; only the rest waits for them,
         and not even that where somebody is all but sure to go on. Whoever ended meanwhile rides along in that one pass.
+        Where all drafts are all but sure to be over, they are.
         While the device works there is time for `meanwhile`, called with what will have been proposed if the draft is
         over now. `watched` drafts have signals in the store.
         """
+        self._hear()
         ruling = None if stop is None else Ruling(stop)
         task = _Task(begin, ruling, watched or ruling is not None, meanwhile)
         self._watches = self._watches or task.watched
@@ -115,13 +117,17 @@ class DeviceDrafter:
             may_go_on = draft.may_go_on
             following, step, next_call = draft.members[may_go_on], None, None
             num_expected, waits, goes_on = 0, call is not None, True
+            if call is not None:
+                num_expected = call.ruling.num_expected(following, draft.depth + 1)
+                if self.foresight.is_sure_of_end(num_expected):
+                    self._unheard = _Unheard(call, draft.is_drafting)
+                    draft.end()
+                    return
+                waits = not len(following) or not self.foresight.is_sure(num_expected)
             if len(following):
                 if len(following) < len(may_go_on):
                     batch = batch.only(may_go_on)
-                if call is not None:
-                    num_expected = call.ruling.num_expected(following, draft.depth + 1)
-                    waits = not self.foresight.is_sure(num_expected)
-                step, next_call = self._extend(batch, draft, following, task, is_begun=waits)
+                step, next_call = self._extend(batch, draft, following, task)
                 task.begin()
                 self.passes.load(*step)
                 (self.passes.begin if waits else self.passes.start)(step[0])
@@ -130,6 +136,8 @@ class DeviceDrafter:
                     task.meanwhile(draft.proposals_if_over(step is None or call.ruling.keeps_last))
                 decisions = self.referee.wait(call)
                 goes_on = bool(decisions.max() == Decision.GOES_ON)
+                if num_expected == 0:
+                    self.foresight.learn_end(_is_surprise(decisions[draft.is_drafting]))
                 if step is not None:
                     self.foresight.learn(num_expected, goes_on)
                     if waits:
@@ -141,6 +149,13 @@ class DeviceDrafter:
             if not goes_on:  # a pass for nobody, but it was made
                 return
             call = next_call
+
+    def _hear(self) -> None:
+        """Whether the last draft ended as it was taken to: by now the device has said so."""
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None and self.referee.has_decided(unheard.call):
+            decisions = self.referee.wait(unheard.call)
+            self.foresight.learn_end(_is_surprise(decisions[unheard.is_drafting]))
 
     def read_ahead(
         self,
@@ -256,7 +271,7 @@ class DeviceDrafter:
         return entry, sheet
 
     def _extend(
-        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task, is_begun: bool
+        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task
     ) -> tuple[tuple[Pass, Sheet], Call | None]:
         """Read the tokens that these members, which `batch` is of, drafted last, and draw the next."""
         depth, first_row, count = draft.depth + 1, draft.num_rows, len(members)
@@ -266,9 +281,12 @@ class DeviceDrafter:
         ruling = task.ruling
         if ruling is not None and not ruling.decides(depth, is_last=int(draft.lengths[members].max()) == depth + 1):
             ruling = None
-        variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None, is_begun=is_begun)
+        variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None)
         rows = RaggedRows(np.ones(count, dtype=np.int64))
-        entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row, variant)
+        in_parts = task.ruling is not None
+        entry, sheet = self._step(
+            rows, batch.num_tokens + depth, batch, True, depth, first_row, variant, in_parts=in_parts
+        )
         sheet.arrays["sources"][:count] = draft.rows[members, draft.depth]
         call = None
         if ruling is not None:
@@ -286,9 +304,10 @@ class DeviceDrafter:
         variant: _Variant,
         counters: IntArray | None = None,
         ahead_turn: int | None = None,
+        in_parts: bool = False,
     ) -> tuple[Pass, Sheet]:
         num_rows = None if takes_all_rows else len(contexts)
-        shape = self.passes.shape(rows, contexts, num_rows, variant=variant)
+        shape = self.passes.shape(rows, contexts, num_rows, in_parts=in_parts, variant=variant)
         more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
         if variant.decides:
             more |= ruling_sizes(shape.num_rows)
@@ -329,8 +348,14 @@ class _Variant(NamedTuple):
     is_ahead: bool = False
     is_watched: bool = False
     decides: bool = False
-    is_begun: bool = False
-    """before it is known whether it is wanted"""
+
+
+class _Unheard(NamedTuple):
+    """Decisions that the host did not wait for."""
+
+    call: Call
+    is_drafting: BoolArray
+    """[tokens] whether it counts what is decided on it"""
 
 
 @dataclass(slots=True)
@@ -363,6 +388,11 @@ class _Batch:
             self.counters[kept],
             self.variant,
         )
+
+
+def _is_surprise(decisions: IntArray) -> bool:
+    """Whether drafts that were expected to be over are anything else."""
+    return bool((decisions != Decision.KEPT).any())
 
 
 def draws_of(arrays: dict[str, torch.Tensor]) -> Draws:

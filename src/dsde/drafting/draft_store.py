@@ -146,9 +146,19 @@ class GrowingDraft:
         self.members = members
         self.draw(members)
 
+    @property
+    def is_drafting(self) -> BoolArray:
+        """[members] those who had not ended before their newest token, and only rode along"""
+        is_drafting: BoolArray = self.lengths[self.members] > self.depth
+        return is_drafting
+
+    def end(self) -> None:
+        """All are over, with what they have."""
+        self.apply(np.full(len(self.members), Decision.KEPT))
+
     def apply(self, decisions: IntArray) -> None:
-        """What was decided on the members' newest tokens; those who had ended before only rode along."""
-        ends = (self.lengths[self.members] > self.depth) & (decisions < Decision.GOES_ON)
+        """What was decided on the members' newest tokens."""
+        ends = self.is_drafting & (decisions < Decision.GOES_ON)
         self.lengths[self.members[ends]] = self.depth + decisions[ends]
         self._has_ended = True
 

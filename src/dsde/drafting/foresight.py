@@ -1,4 +1,4 @@
-"""How often drafts that were expected to go on did: whether the next pass may start before a rule has said so.
+"""How often drafts went on, or ended, as was expected: whether the host need hear what a rule has decided.
 
 Knows nothing of rules, passes or tokens.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 MOST_WASTE = 0.04
 """chance that a pass is for nobody, up to which that costs less than waiting to hear whether it is: a pass that waits
 takes 4 % longer or more"""
+MOST_SURPRISE = 0.1
+"""chance that a draft which is expected to be over is not, up to which that is not worth waiting for: one that goes on
+would bring a third of a step's tokens or so, and to wait takes a few hundredths of a step"""
 MEMORY = 32
 """decisions after which an older one counts about a third"""
 MANY = 8
@@ -18,11 +21,21 @@ class Foresight:
     def __init__(self) -> None:
         self._chances = [0.5] * (MANY + 1)
         """that nobody goes on, by how many were expected to"""
+        self._surprise = 0.5
+        """chance that something else is decided than that all drafts are over, where nobody was expected to go on"""
 
     def is_sure(self, num_expected: int) -> bool:
         """Whether somebody goes on where so many are expected to, but for a risk that is worth taking."""
         return self._chances[min(num_expected, MANY)] < MOST_WASTE
 
+    def is_sure_of_end(self, num_expected: int) -> bool:
+        """Whether all drafts are over where so many are expected to go on, and keep what they have."""
+        return num_expected == 0 and self._surprise < MOST_SURPRISE
+
     def learn(self, num_expected: int, somebody_goes_on: bool) -> None:
         place = min(num_expected, MANY)
         self._chances[place] += ((not somebody_goes_on) - self._chances[place]) / MEMORY
+
+    def learn_end(self, is_surprise: bool) -> None:
+        """Where nobody was expected to go on."""
+        self._surprise += (is_surprise - self._surprise) / MEMORY

@@ -39,6 +39,10 @@ from dsde.verification.synthetic import table
 
 IntArray = NDArray[np.int64]
 
+_PART_ENDS = (2, 8)
+"""layers that a pass in parts begins with, and has after its second part: while the device is busy with one part, the
+host starts another that is longer"""
+
 
 @dataclass(slots=True)
 class _Read:
@@ -148,7 +152,9 @@ class DeviceExecutor:
         foreseen: list[_Prepared] = []
 
         def foresee(proposals: DeviceProposals) -> None:
-            foreseen[:] = [self._prepare(work, sequences, slots, proposals, scored)]
+            # Behind a draft that a rule has ended the device waits for its next pass.
+            in_parts = wish.stop is not None and bool(proposals.lengths.any())
+            foreseen[:] = [self._prepare(work, sequences, slots, proposals, scored, in_parts)]
 
         # Whatever is cut off or read besides is known later, or not prepared quickly.
         meanwhile = _do_nothing if wish.budget is not None or work.prefills else foresee
@@ -248,6 +254,7 @@ class DeviceExecutor:
         slots: IntArray,
         proposals: DeviceProposals,
         scored: set[Sequence],
+        in_parts: bool,
     ) -> _Prepared:
         if self._num_moves != self.drafts.num_moves:
             self.passes.forget()
@@ -268,7 +275,7 @@ class DeviceExecutor:
         # A captured pass judges whatever it has logits of.
         is_plain = places is None or 0 < num_judged_rows == len(places)
         num_logits = None if places is None else len(places)
-        shape = self.passes.shape(rows, contexts, num_logits, may_graph=is_plain, variant=variant)
+        shape = self.passes.shape(rows, contexts, num_logits, is_plain, in_parts, variant)
         self._make_room(shape.num_rows)
 
         padded_rows = shape.num_rows if shape.is_graph else num_judged_rows
@@ -369,8 +376,13 @@ class DeviceExecutor:
     def _body(self, entry: Pass) -> Generator[None, None, _Read]:
         """Read, and judge what was read."""
         shape, arrays, variant = entry.shape, entry.arrays, _Variant(*entry.shape.variant)
-        hidden = self.model.read(entry.batch, self.host.target.cache)
-        yield
+        cache, num_layers = self.host.target.cache, len(self.model.layers)
+        hidden, start = self.model.embed(entry.batch), 0
+        for end in [end for end in _PART_ENDS if end < num_layers] or [num_layers]:
+            hidden = self.model.read_on(hidden, entry.batch, cache, range(start, end))
+            yield
+            start = end
+        hidden = self.model.read_on(hidden, entry.batch, cache, range(start, num_layers))
         logits = self._logits[: shape.num_rows]
         if shape.num_rows:
             self.model.logits(hidden, entry.batch.logit_rows, out=logits)

@@ -132,6 +132,9 @@ class PassShape:
     num_items: int
     num_splits: int
     is_graph: bool
+    in_parts: bool = False
+    """its first layers are queued by themselves, and so on: the host needs as long to start a pass as the device for
+    several layers, for which a device that waits would wait"""
     variant: tuple[Any, ...] = ()
     """whatever else the body was compiled for"""
 
@@ -149,11 +152,15 @@ class Pass:
     """the host's side, by the turns at which the pass comes up in a step"""
     num_runs: int = 0
     graph: torch.cuda.CUDAGraph | None = None
-    first_part: torch.cuda.CUDAGraph | None = None
-    """where the pass is begun separately; `graph` is then the rest"""
+    parts: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    """instead of it, of a pass in parts"""
     underway: Generator[None, None, Any] | None = None
     """of a pass that has been begun and is not captured"""
     result: Any = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self.graph is not None or bool(self.parts)
 
 
 Body = Callable[[Pass], Generator[None, None, Any]]
@@ -161,7 +168,7 @@ Body = Callable[[Pass], Generator[None, None, Any]]
 
 class PassRunner:
     """One model's passes. `body` is called with the pass, and what it returns is handed on; in a graph it must do the
-    same work whatever the arrays hold. It yields once, where a pass that was begun waits for its end."""
+    same work whatever the arrays hold. It yields where a pass in parts may be parted."""
 
     def __init__(self, heads: Heads, drafted: torch.Tensor, body: Body) -> None:
         self.device = drafted.device
@@ -195,6 +202,7 @@ class PassRunner:
         contexts: IntArray,
         num_rows: int | None,
         may_graph: bool = True,
+        in_parts: bool = False,
         variant: tuple[Any, ...] = (),
     ) -> PassShape:
         """The bucket for sequences of these lengths. `num_rows` None: all rows have logits."""
@@ -228,6 +236,7 @@ class PassRunner:
             num_items=num_items,
             num_splits=heads.num_splits(num_items, context, longest, self.device),
             is_graph=is_graph,
+            in_parts=in_parts,
             variant=variant,
         )
 
@@ -326,32 +335,38 @@ class PassRunner:
 
     def start(self, entry: Pass) -> Any:
         """Do a pass that has been loaded."""
-        entry.num_runs += 1
-        self.num_cold += entry.shape.is_graph and entry.graph is None
-        if not entry.shape.is_graph or entry.num_runs == 1:
-            # The first time without a graph: kernels are compiled, and the shape may never come again.
+        if entry.shape.in_parts:
+            self.begin(entry)
+            return self.finish(entry)
+        if not self._replays(entry):
             return rest_of(self.body(entry))
         if entry.graph is None:
             self._capture(entry)
         return self.repeat(entry)
 
     def begin(self, entry: Pass) -> None:
-        """Do the first part of a pass that has been loaded. Passes that are begun have shapes of their own."""
-        entry.num_runs += 1
-        self.num_cold += entry.shape.is_graph and entry.graph is None
-        if not entry.shape.is_graph or entry.num_runs == 1:
+        """Do the first part of a pass in parts that has been loaded."""
+        if not self._replays(entry):
             entry.underway = self.body(entry)
             next(entry.underway)
             return
-        if entry.first_part is None:
+        if not entry.parts:
             self._capture_parts(entry)
-        assert entry.first_part is not None
-        entry.first_part.replay()
+        entry.parts[0].replay()
+
+    def _replays(self, entry: Pass) -> bool:
+        """Count the pass. The first time it does without a graph: kernels are compiled, and the shape may never come
+        again."""
+        entry.num_runs += 1
+        self.num_cold += entry.shape.is_graph and not entry.is_captured
+        return entry.shape.is_graph and entry.num_runs > 1
 
     def finish(self, entry: Pass) -> Any:
         """Do the rest of a pass that was begun last of all passes."""
-        if entry.first_part is not None:
-            return self.repeat(entry)
+        if entry.parts:
+            for part in entry.parts[1:]:
+                part.replay()
+            return entry.result
         body, entry.underway = entry.underway, None
         assert body is not None, "a pass is begun before it is finished"
         return rest_of(body)
@@ -378,8 +393,19 @@ class PassRunner:
 
     def _capture_parts(self, entry: Pass) -> None:
         body = self.body(entry)
-        entry.first_part = self._graph_of(lambda: next(body))
-        entry.graph = self._graph_of(lambda: _keep(entry, rest_of(body)))
+        parts: list[torch.cuda.CUDAGraph] = []
+        is_over = False
+
+        def go_on() -> None:
+            nonlocal is_over
+            try:
+                next(body)
+            except StopIteration as end:
+                entry.result, is_over = end.value, True
+
+        while not is_over:
+            parts.append(self._graph_of(go_on))
+        entry.parts = parts  # all of them or none
 
     def _graph_of(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -1020,6 +1020,22 @@ def test_probes_by_few_look_at_others_every_other_time() -> None:
     assert not set(looked[0]) & set(looked[1])
 
 
+def test_a_probe_that_nobody_timed_is_paid_for_all_the_same() -> None:
+    """Its step compiled. For nothing, another one would follow at once, and compile as well."""
+    probe = Probe(CostModel(), 4)
+    probe.cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
+    batch = batch_of([0])
+    while not probe.begin(batch):
+        probe.save(0.01)
+    probe.end(StepCost(0.0, 0.0, 0.0), plain_s=0.01)
+    assert not probe.begin(batch)
+    steps = 0
+    while not probe.begin(batch):
+        probe.save(0.01)
+        steps += 1
+    assert steps > 10
+
+
 def test_a_probe_that_was_held_up_is_not_paid_for_for_long() -> None:
     probe = Probe(CostModel(), 4)
     probe.cost.observe(outcome_of([0], [0], [0], verify_s=0.01))

@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from dsde.models.batch import Heads
-from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, PassShape, bucket, context_bucket, ragged_bucket
+from dsde.models.passes import (
+    MOST_GRAPH_TOKENS,
+    Pass,
+    PassRunner,
+    PassShape,
+    bucket,
+    coarse_bucket,
+    context_bucket,
+    power_of_2,
+    ragged_bucket,
+)
 
 SHAPE = PassShape(1, 1, 1, True, 8, 1, 1, 1, is_graph=True)
 
@@ -100,6 +110,14 @@ def test_sums_of_different_lengths_have_fewer_buckets_in_the_middle() -> None:
     sizes = {ragged_bucket(count) for count in range(1, 129)}
     assert sizes == {1, 2, 3, 4, 6, 8, 16, 32, 64, 80, 96, 112, 128}
     assert all(count <= ragged_bucket(count) < 2 * count or count == 1 for count in range(1, MOST_GRAPH_TOKENS + 1))
+
+
+def test_sizes_that_are_different_every_time_have_few_buckets() -> None:
+    sizes = {coarse_bucket(count) for count in range(1, 129)}
+    assert sizes == {1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128}
+    for count in range(1, MOST_GRAPH_TOKENS + 1):
+        assert count <= coarse_bucket(count) <= power_of_2(count)
+        assert coarse_bucket(count) < 1.5 * count or count < 8
 
 
 @pytest.mark.parametrize("num_tokens", [1, 512, 513, 2048, 2049, 8192, 8193, 100_000])

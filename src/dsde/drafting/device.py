@@ -109,10 +109,9 @@ class DeviceDrafter:
 
     def _go_on(self, draft: GrowingDraft, batch: _Batch, task: _Task) -> None:
         """The passes after the first."""
-        call = None
+        call, decide_now = None, _do_nothing
         if task.ruling is not None and task.ruling.decides(0, draft.longest == 1):
-            task.begin()
-            call = self.referee.decide_now(task.ruling, draft, self.drafts.signals)
+            call, decide_now = self.referee.prepare(task.ruling, draft, self.drafts.signals)
         while True:
             may_go_on = draft.may_go_on
             following, step, next_call = draft.members[may_go_on], None, None
@@ -120,6 +119,8 @@ class DeviceDrafter:
             if call is not None:
                 num_expected = call.ruling.num_expected(following, draft.depth + 1)
                 if self.foresight.is_sure_of_end(num_expected):
+                    task.begin()
+                    decide_now()
                     self._unheard = _Unheard(call, draft.is_drafting)
                     draft.end()
                     return
@@ -130,8 +131,17 @@ class DeviceDrafter:
                 step, next_call = self._extend(batch, draft, following, task)
                 task.begin()
                 self.passes.load(*step)
-                (self.passes.begin if waits else self.passes.start)(step[0])
+                if call is None:
+                    self.passes.start(step[0])
+                else:
+                    self.passes.begin(step[0])
             if call is not None:
+                # Behind the first layers of a pass, which the device would otherwise wait for: first tokens.
+                task.begin()
+                decide_now()
+                decide_now = _do_nothing
+                if step is not None and not waits:
+                    self.passes.finish(step[0])
                 if waits and not self.referee.has_decided(call):
                     task.meanwhile(draft.proposals_if_over(step is None or call.ruling.keeps_last))
                 decisions = self.referee.wait(call)
@@ -307,7 +317,9 @@ class DeviceDrafter:
         in_parts: bool = False,
     ) -> tuple[Pass, Sheet]:
         num_rows = None if takes_all_rows else len(contexts)
-        shape = self.passes.shape(rows, contexts, num_rows, in_parts=in_parts, variant=variant)
+        # Under a rule fewer take part from pass to pass, and what was missed is never the same.
+        coarse = in_parts or (depth == 0 and not variant.is_ahead)
+        shape = self.passes.shape(rows, contexts, num_rows, in_parts=in_parts, coarse=coarse, variant=variant)
         more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
         if variant.decides:
             more |= ruling_sizes(shape.num_rows)
@@ -388,6 +400,10 @@ class _Batch:
             self.counters[kept],
             self.variant,
         )
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _is_surprise(decisions: IntArray) -> bool:

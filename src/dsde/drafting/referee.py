@@ -5,6 +5,7 @@ Knows nothing of passes: a pass that decides for itself calls `decide` at its en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,8 +55,9 @@ class Referee:
     def decide(self, arrays: dict[str, torch.Tensor], signals: torch.Tensor) -> None:
         decide(arrays, signals, self._standings, self.mailbox.words)
 
-    def decide_now(self, ruling: Ruling, draft: GrowingDraft, signals: torch.Tensor) -> Call:
-        """On tokens of passes that did not know of the rule: first ones, drawn before the step was planned."""
+    def prepare(self, ruling: Ruling, draft: GrowingDraft, signals: torch.Tensor) -> tuple[Call, Callable[[], None]]:
+        """A decision on tokens of passes that did not know of the rule: first ones, drawn before the step was planned.
+        It is made when what is returned beside it is called."""
         size = power_of_2(len(draft.members))
         inputs = self._inputs.get(size)
         if inputs is None:
@@ -65,9 +67,12 @@ class Referee:
             inputs = self._inputs[size] = _Inputs(sheet, words, layout.views(words))
         places = draft.rows[draft.members, draft.depth]
         call = self.write(ruling, inputs.sheet, draft, draft.members, draft.depth, places)
-        inputs.words.copy_(inputs.sheet.words, non_blocking=True)
-        self.decide(inputs.arrays, signals)
-        return call
+
+        def decide_now() -> None:
+            inputs.words.copy_(inputs.sheet.words, non_blocking=True)
+            self.decide(inputs.arrays, signals)
+
+        return call, decide_now
 
     def has_decided(self, call: Call) -> bool:
         return self.mailbox.has_come(call.number, call.num_tokens)

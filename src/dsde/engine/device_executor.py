@@ -275,7 +275,7 @@ class DeviceExecutor:
         # A captured pass judges whatever it has logits of.
         is_plain = places is None or 0 < num_judged_rows == len(places)
         num_logits = None if places is None else len(places)
-        shape = self.passes.shape(rows, contexts, num_logits, is_plain, in_parts, variant)
+        shape = self.passes.shape(rows, contexts, num_logits, is_plain, in_parts, variant=variant)
         self._make_room(shape.num_rows)
 
         padded_rows = shape.num_rows if shape.is_graph else num_judged_rows

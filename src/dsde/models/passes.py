@@ -74,6 +74,13 @@ def ragged_bucket(count: int) -> int:
     return power_of_2(count) if _LEAST_COARSE < count <= _MOST_COARSE else bucket(count)
 
 
+def coarse_bucket(count: int) -> int:
+    """Powers of two, and one between each two of them from 8 on."""
+    most = power_of_2(count)
+    between = most - (most >> 2)
+    return between if count <= between and most > _LEAST_COARSE else most
+
+
 def context_bucket(num_tokens: int) -> int:
     """Tokens that a pass has room for in every sequence's block table. A context that outgrows it meets nothing but new
     shapes, so there are few; but long tables take time to copy."""
@@ -203,17 +210,19 @@ class PassRunner:
         num_rows: int | None,
         may_graph: bool = True,
         in_parts: bool = False,
+        coarse: bool = False,
         variant: tuple[Any, ...] = (),
     ) -> PassShape:
-        """The bucket for sequences of these lengths. `num_rows` None: all rows have logits."""
+        """The bucket for sequences of these lengths. `num_rows` None: all rows have logits; `coarse`: sizes are
+        different every time, and padding is cheaper than graphs for all of them."""
         num_tokens, num_seqs, longest, heads = rows.count, len(contexts), rows.longest, self.heads
         is_graph = may_graph and num_tokens <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
         per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
         if is_graph and longest == 1:
-            num_tokens = num_items = num_seqs = bucket(num_seqs)
+            num_tokens = num_items = num_seqs = (coarse_bucket if coarse else bucket)(num_seqs)
         elif is_graph:
             # Sequences cost next to nothing here: fewer graphs.
-            num_tokens = ragged_bucket(num_tokens)
+            num_tokens = (coarse_bucket if coarse else ragged_bucket)(num_tokens)
             num_seqs = min(power_of_2(num_seqs), num_tokens)
             num_items = num_seqs if longest <= per_item else attention.num_items_bound(num_tokens, num_seqs, per_item)
         else:

@@ -84,9 +84,12 @@ class Probe:
         self._saved_s += SHARE * plain_s
 
     def end(self, step: StepCost, plain_s: float) -> None:
-        """The step that was one took this, and would have taken `plain_s` without. Debts have an end: it may have been
-        held up, and nobody would look again for long."""
-        self._saved_s -= max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, 0.0)
+        """The step that was one took this, and would have taken `plain_s` without; one that was not timed, because it
+        compiled, took what was expected at least. Debts have an end: it may have been held up, and nobody would look
+        again for long."""
+        is_timed = step.draft_s + step.catch_up_s > 0
+        more_s = step.draft_s + step.catch_up_s + step.verify_s - plain_s if is_timed else self._expected_s
+        self._saved_s -= max(more_s, 0.0)
         self._saved_s = max(self._saved_s, -2 * self._expected_s)
         self._num_ended += 1
         self.is_under_way = False

@@ -22,6 +22,7 @@ from dsde.models.passes import (
     context_bucket,
     power_of_2,
     ragged_bucket,
+    reading_bucket,
 )
 
 SHAPE = PassShape(1, 1, 1, True, 8, 1, 1, 1, is_graph=True)
@@ -118,6 +119,11 @@ def test_sizes_that_are_different_every_time_have_few_buckets() -> None:
     for count in range(1, MOST_GRAPH_TOKENS + 1):
         assert count <= coarse_bucket(count) <= power_of_2(count)
         assert coarse_bucket(count) < 1.5 * count or count < 8
+
+
+def test_what_is_read_now_and_then_has_hardly_any() -> None:
+    assert {reading_bucket(count) for count in range(1, MOST_GRAPH_TOKENS + 1)} == {1, 4, 16, 64, 256, 1024}
+    assert all(count <= reading_bucket(count) < max(4 * count, 2) for count in range(1, MOST_GRAPH_TOKENS + 1))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 512, 513, 2048, 2049, 8192, 8193, 100_000])

@@ -37,6 +37,11 @@ class Mailbox:
     def has_come(self, number: int, num_words: int) -> bool:
         return bool((self._words[number % 2, :num_words] >> 32 == number).all())
 
+    def peek(self, number: int, num_words: int) -> IntArray | None:
+        """What a letter says, if it has come and no other has been written over it."""
+        words = self._words[number % 2, :num_words].copy()
+        return words & 0xFFFFFFFF if bool((words >> 32 == number).all()) else None
+
     def wait(self, number: int, num_words: int) -> IntArray:
         """What a letter says."""
         for num_looks in count(1):

@@ -16,6 +16,8 @@ _ALIGNMENT = 4
 
 FLOATS = frozenset({"inv_temperatures", "top_ps", "min_ps", "klds", "entropies", "bounds", "outlooks", "rule_numbers"})
 """names of arrays that hold float32; all others hold int32"""
+FIRST = "first_"
+"""before the names of arrays of the same kind that come before others"""
 
 
 class Layout:
@@ -30,7 +32,10 @@ class Layout:
 
     def views(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
         views = {name: words[start : start + size] for name, (start, size) in self.places.items()}
-        return {name: view.view(torch.float32) if name in FLOATS else view for name, view in views.items()}
+        return {
+            name: view.view(torch.float32) if name.removeprefix(FIRST) in FLOATS else view
+            for name, view in views.items()
+        }
 
 
 @dataclass(slots=True)

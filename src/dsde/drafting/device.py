@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop
-from dsde.device.staging import Sheet
+from dsde.device.staging import FIRST, Sheet
 from dsde.drafting.draft_store import BoolArray, DeviceProposals, Drafts, GrowingDraft, IntArray
 from dsde.drafting.foresight import Foresight
 from dsde.drafting.kernels import NUM_REREAD, advance
@@ -26,13 +26,12 @@ from dsde.drafting.referee import Call, Referee
 from dsde.drafting.ruling import Decision, Ruling, ruling_sizes
 from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import Pass, PassRunner, RaggedRows, power_of_2
+from dsde.models.passes import Pass, PassRunner, RaggedRows, coarse_bucket, power_of_2, reading_bucket
 from dsde.sampling.draw_mode import DrawMode
 from dsde.sampling.kernels import Draws, sample_drafts
 
-_NUM_FIRST_LAYERS = 2
-"""that a pass begins with before it is known to be wanted: about as long as the host needs to hear of a decision and to
-start the rest, some 50 us, in which the device would be idle"""
+_MOST_OMITTED = 8
+"""decisions on first tokens of which one is made, where it is all but sure"""
 
 
 class DeviceDrafter:
@@ -60,6 +59,8 @@ class DeviceDrafter:
         self.referee = Referee(max_num_seqs, drafts.tokens.device)
         self.foresight = Foresight()
         self._unheard: _Unheard | None = None
+        self._num_omitted = 0
+        """decisions, one after the other"""
 
     def propose(
         self,
@@ -80,7 +81,6 @@ class DeviceDrafter:
         While the device works there is time for `meanwhile`, called with what will have been proposed if the draft is
         over now. `watched` drafts have signals in the store.
         """
-        self._hear()
         ruling = None if stop is None else Ruling(stop)
         task = _Task(begin, ruling, watched or ruling is not None, meanwhile)
         self._watches = self._watches or task.watched
@@ -109,37 +109,37 @@ class DeviceDrafter:
 
     def _go_on(self, draft: GrowingDraft, batch: _Batch, task: _Task) -> None:
         """The passes after the first."""
-        call, decide_now = None, _do_nothing
+        call = first = None  # `first` is a call that the device has not heard of yet
         if task.ruling is not None and task.ruling.decides(0, draft.longest == 1):
-            call, decide_now = self.referee.prepare(task.ruling, draft, self.drafts.signals)
+            call = first = self.referee.announce(task.ruling, len(draft.members))
         while True:
             may_go_on = draft.may_go_on
             following, step, next_call = draft.members[may_go_on], None, None
             num_expected, waits, goes_on = 0, call is not None, True
             if call is not None:
                 num_expected = call.ruling.num_expected(following, draft.depth + 1)
-                if self.foresight.is_sure_of_end(num_expected):
-                    task.begin()
-                    decide_now()
-                    self._unheard = _Unheard(call, draft.is_drafting)
+                if self.foresight.is_sure_of_end(num_expected) and (first is None or self._can_do_without()):
+                    if first is None:
+                        self._unheard = _Unheard(call, draft.is_drafting)
                     draft.end()
                     return
                 waits = not len(following) or not self.foresight.is_sure(num_expected)
             if len(following):
                 if len(following) < len(may_go_on):
                     batch = batch.only(may_go_on)
-                step, next_call = self._extend(batch, draft, following, task)
+                # A pass may begin with the decision on first tokens, if it is for the same sequences.
+                is_with_it = len(following) == len(may_go_on)
+                step, next_call = self._extend(batch, draft, following, task, first if is_with_it else None)
+                first = None if is_with_it else first
                 task.begin()
                 self.passes.load(*step)
-                if call is None:
-                    self.passes.start(step[0])
-                else:
-                    self.passes.begin(step[0])
+                (self.passes.begin if call is not None else self.passes.start)(step[0])
             if call is not None:
-                # Behind the first layers of a pass, which the device would otherwise wait for: first tokens.
-                task.begin()
-                decide_now()
-                decide_now = _do_nothing
+                if first is not None:
+                    task.begin()
+                    self.referee.decide_now(first, draft, self.drafts.signals)
+                    first = None
+                self._hear()
                 if step is not None and not waits:
                     self.passes.finish(step[0])
                 if waits and not self.referee.has_decided(call):
@@ -160,11 +160,16 @@ class DeviceDrafter:
                 return
             call = next_call
 
+    def _can_do_without(self) -> bool:
+        """Whether a decision need not be made at all: once in a while it is, to know that it is still what it was."""
+        self._num_omitted = (self._num_omitted + 1) % _MOST_OMITTED
+        return self._num_omitted > 0
+
     def _hear(self) -> None:
         """Whether the last draft ended as it was taken to: by now the device has said so."""
         unheard, self._unheard = self._unheard, None
-        if unheard is not None and self.referee.has_decided(unheard.call):
-            decisions = self.referee.wait(unheard.call)
+        decisions = None if unheard is None else self.referee.look(unheard.call)
+        if unheard is not None and decisions is not None:
             self.foresight.learn_end(_is_surprise(decisions[unheard.is_drafting]))
 
     def read_ahead(
@@ -281,9 +286,10 @@ class DeviceDrafter:
         return entry, sheet
 
     def _extend(
-        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task
+        self, batch: _Batch, draft: GrowingDraft, members: IntArray, task: _Task, first: Call | None
     ) -> tuple[tuple[Pass, Sheet], Call | None]:
-        """Read the tokens that these members, which `batch` is of, drafted last, and draw the next."""
+        """Read the tokens that these members, which `batch` is of, drafted last, and draw the next; with `first`, once
+        it is decided on those."""
         depth, first_row, count = draft.depth + 1, draft.num_rows, len(members)
         if first_row + count > self.drafts.capacity:
             self.passes.forget()
@@ -291,7 +297,9 @@ class DeviceDrafter:
         ruling = task.ruling
         if ruling is not None and not ruling.decides(depth, is_last=int(draft.lengths[members].max()) == depth + 1):
             ruling = None
-        variant = _Variant(*batch.variant, is_watched=task.watched, decides=ruling is not None)
+        variant = _Variant(
+            *batch.variant, is_watched=task.watched, decides=ruling is not None, decides_first=first is not None
+        )
         rows = RaggedRows(np.ones(count, dtype=np.int64))
         in_parts = task.ruling is not None
         entry, sheet = self._step(
@@ -299,8 +307,12 @@ class DeviceDrafter:
         )
         sheet.arrays["sources"][:count] = draft.rows[members, draft.depth]
         call = None
+        if first is not None:
+            arrays = {name: sheet.arrays[FIRST + name] for name in ruling_sizes(0)}
+            self.referee.write_first(first, arrays, draft)
         if ruling is not None:
-            call = self.referee.write(ruling, sheet, draft, members, depth, np.arange(first_row, first_row + count))
+            call = self.referee.announce(ruling, count)
+            self.referee.write(call, sheet.arrays, draft, members, depth, np.arange(first_row, first_row + count))
         return (entry, sheet), call
 
     def _step(
@@ -317,12 +329,17 @@ class DeviceDrafter:
         in_parts: bool = False,
     ) -> tuple[Pass, Sheet]:
         num_rows = None if takes_all_rows else len(contexts)
-        # Under a rule fewer take part from pass to pass, and what was missed is never the same.
-        coarse = in_parts or (depth == 0 and not variant.is_ahead)
-        shape = self.passes.shape(rows, contexts, num_rows, in_parts=in_parts, coarse=coarse, variant=variant)
+        pad = None
+        if in_parts:  # under a rule fewer take part from pass to pass
+            pad = coarse_bucket
+        elif depth == 0 and rows.longest > 1 and not variant.is_ahead:
+            pad = reading_bucket
+        shape = self.passes.shape(rows, contexts, num_rows, in_parts=in_parts, pad=pad, variant=variant)
         more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
         if variant.decides:
             more |= ruling_sizes(shape.num_rows)
+        if variant.decides_first:
+            more |= {FIRST + name: size for name, size in ruling_sizes(shape.num_rows).items()}
         if variant.is_ahead:
             more |= dict.fromkeys(("judged", "num_tokens", "last_tokens"), shape.num_seqs)
             more |= {"emitted_start": 1, "emitted_width": 1}
@@ -338,14 +355,13 @@ class DeviceDrafter:
         variant = _Variant(*shape.variant)
         if variant.is_ahead:
             advance(arrays, self._verdict, shape.table_width)
-        num_layers = len(model.layers)
-        num_first = min(_NUM_FIRST_LAYERS, -(-num_layers // 8))
-        hidden = model.read_on(model.embed(entry.batch), entry.batch, cache, range(num_first))
-        yield
-        hidden = model.read_on(hidden, entry.batch, cache, range(num_first, num_layers))
-        logits = model.logits(hidden, entry.batch.logit_rows, out=self._logits[: shape.num_rows])
-        draws, store = draws_of(arrays), self.drafts.store
+        store = self.drafts.store
         assert store is not None
+        if variant.decides_first:
+            self.referee.decide({name: arrays[FIRST + name] for name in ruling_sizes(0)}, store.signals)
+        hidden = yield from model.read_in_parts(entry.batch, cache)
+        logits = model.logits(hidden, entry.batch.logit_rows, out=self._logits[: shape.num_rows])
+        draws = draws_of(arrays)
         sampling = variant.sampled, variant.truncated, variant.is_watched
         sample_drafts(logits, draws, arrays["depth"], arrays["first_row"], store, *sampling)
         if variant.decides:
@@ -360,6 +376,8 @@ class _Variant(NamedTuple):
     is_ahead: bool = False
     is_watched: bool = False
     decides: bool = False
+    decides_first: bool = False
+    """on the tokens that it reads"""
 
 
 class _Unheard(NamedTuple):
@@ -400,10 +418,6 @@ class _Batch:
             self.counters[kept],
             self.variant,
         )
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _is_surprise(decisions: IntArray) -> bool:

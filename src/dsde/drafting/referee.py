@@ -5,7 +5,6 @@ Knows nothing of passes: a pass that decides for itself calls `decide` at its en
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from dsde.device.mailbox import Mailbox
 from dsde.device.staging import Layout, Sheet
 from dsde.drafting.draft_store import GrowingDraft, IntArray
 from dsde.drafting.kernels import decide
-from dsde.drafting.ruling import Ruling, ruling_sizes
+from dsde.drafting.ruling import Arrays, Ruling, ruling_sizes
 from dsde.models.passes import power_of_2
 
 
@@ -44,20 +43,26 @@ class Referee:
         """what the device remembers of a step's drafts from pass to pass"""
         self._inputs: dict[int, _Inputs] = {}
 
+    def announce(self, ruling: Ruling, num_tokens: int) -> Call:
+        """Decisions on so many tokens will be made; in the order in which they are announced."""
+        return Call(ruling, self.mailbox.next_number(), num_tokens)
+
     def write(
-        self, ruling: Ruling, sheet: Sheet, draft: GrowingDraft, members: IntArray, depth: int, places: IntArray
-    ) -> Call:
-        """What must be in the sheet for a decision on these members' tokens, which lie at `places` in the store."""
-        number = self.mailbox.next_number()
-        ruling.write(sheet, members, places, draft.lengths[members] > depth + 1, depth, number)
-        return Call(ruling, number, len(members))
+        self, call: Call, host: Arrays, draft: GrowingDraft, members: IntArray, depth: int, places: IntArray
+    ) -> None:
+        """What the device must know for decisions on these members' tokens, which lie at `places` in the store."""
+        call.ruling.write(host, members, places, draft.lengths[members] > depth + 1, depth, call.number)
+
+    def write_first(self, call: Call, host: Arrays, draft: GrowingDraft) -> None:
+        """The same for the newest tokens of passes that did not know of the rule: first ones, drawn before the step was
+        planned."""
+        self.write(call, host, draft, draft.members, draft.depth, draft.rows[draft.members, draft.depth])
 
     def decide(self, arrays: dict[str, torch.Tensor], signals: torch.Tensor) -> None:
         decide(arrays, signals, self._standings, self.mailbox.words)
 
-    def prepare(self, ruling: Ruling, draft: GrowingDraft, signals: torch.Tensor) -> tuple[Call, Callable[[], None]]:
-        """A decision on tokens of passes that did not know of the rule: first ones, drawn before the step was planned.
-        It is made when what is returned beside it is called."""
+    def decide_now(self, call: Call, draft: GrowingDraft, signals: torch.Tensor) -> None:
+        """On first tokens, where no pass follows that would do it."""
         size = power_of_2(len(draft.members))
         inputs = self._inputs.get(size)
         if inputs is None:
@@ -65,17 +70,16 @@ class Referee:
             words = torch.empty(layout.num_words, dtype=torch.int32, device=signals.device)
             sheet = Sheet.blank(layout, pinned=signals.device.type == "cuda")
             inputs = self._inputs[size] = _Inputs(sheet, words, layout.views(words))
-        places = draft.rows[draft.members, draft.depth]
-        call = self.write(ruling, inputs.sheet, draft, draft.members, draft.depth, places)
-
-        def decide_now() -> None:
-            inputs.words.copy_(inputs.sheet.words, non_blocking=True)
-            self.decide(inputs.arrays, signals)
-
-        return call, decide_now
+        self.write_first(call, inputs.sheet.arrays, draft)
+        inputs.words.copy_(inputs.sheet.words, non_blocking=True)
+        self.decide(inputs.arrays, signals)
 
     def has_decided(self, call: Call) -> bool:
         return self.mailbox.has_come(call.number, call.num_tokens)
+
+    def look(self, call: Call) -> IntArray | None:
+        """[tokens] a `Decision` on each, if it is there and has not been forgotten."""
+        return self.mailbox.peek(call.number, call.num_tokens)
 
     def wait(self, call: Call) -> IntArray:
         """[tokens] a `Decision` on each."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsde.core.stops import SIGNALS, Stop, StopBefore, StopByWorth, TokenSignal
-from dsde.device.staging import Sheet
 
+Arrays = dict[str, NDArray[np.int32]]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
 
@@ -74,10 +74,10 @@ class Ruling:
         return int(np.count_nonzero(expected))
 
     def write(
-        self, sheet: Sheet, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int
+        self, host: Arrays, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int
     ) -> None:
         """For tokens of these sequences that lie at `places` in the store, `depth` tokens into their drafts."""
-        host, count = sheet.arrays, len(sequences)
+        count = len(sequences)
         host["places"][:count] = places
         host["places"][count:] = -1
         host["standings"][:count] = sequences
@@ -92,6 +92,6 @@ class Ruling:
 
 
 def ruling_sizes(count: int) -> dict[str, int]:
-    """How much room `Ruling.write` needs in a sheet for so many tokens."""
+    """How much room `Ruling.write` needs for so many tokens."""
     sizes = dict.fromkeys(("places", "standings", "may_go_on", "bounds", "outlooks"), count)
     return {**sizes, "rule": 4, "rule_numbers": 7}

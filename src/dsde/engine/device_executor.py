@@ -39,10 +39,6 @@ from dsde.verification.synthetic import table
 
 IntArray = NDArray[np.int64]
 
-_PART_ENDS = (2, 8)
-"""layers that a pass in parts begins with, and has after its second part: while the device is busy with one part, the
-host starts another that is longer"""
-
 
 @dataclass(slots=True)
 class _Read:
@@ -376,13 +372,7 @@ class DeviceExecutor:
     def _body(self, entry: Pass) -> Generator[None, None, _Read]:
         """Read, and judge what was read."""
         shape, arrays, variant = entry.shape, entry.arrays, _Variant(*entry.shape.variant)
-        cache, num_layers = self.host.target.cache, len(self.model.layers)
-        hidden, start = self.model.embed(entry.batch), 0
-        for end in [end for end in _PART_ENDS if end < num_layers] or [num_layers]:
-            hidden = self.model.read_on(hidden, entry.batch, cache, range(start, end))
-            yield
-            start = end
-        hidden = self.model.read_on(hidden, entry.batch, cache, range(start, num_layers))
+        hidden = yield from self.model.read_in_parts(entry.batch, self.host.target.cache)
         logits = self._logits[: shape.num_rows]
         if shape.num_rows:
             self.model.logits(hidden, entry.batch.logit_rows, out=logits)

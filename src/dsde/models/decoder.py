@@ -5,7 +5,7 @@ Knows how a packed batch goes through the layers and which rows get logits. What
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,10 @@ from dsde.models.config import ModelConfig
 from dsde.models.layers import Rotary
 from dsde.models.linear import Linear
 from dsde.models.norm import RMSNorm
+
+_NUM_FIRST_LAYERS = 2
+"""that a pass in parts begins with: they take about as long as the host needs to start more, or to hear whether more is
+wanted, some 50 us"""
 
 
 class Layer(Protocol):
@@ -83,6 +87,17 @@ class Decoder:
     def read(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
         """Write the KV of every token of the batch; return what the last layer made of them."""
         return self.read_on(self.embed(batch), batch, cache, range(len(self.layers)))
+
+    def read_in_parts(self, batch: PackedBatch, cache: KVCache) -> Generator[None, None, torch.Tensor]:
+        """`read`, for whoever queues it piece by piece: every part is some four times as long as those before it."""
+        num_layers = len(self.layers)
+        first = min(_NUM_FIRST_LAYERS, -(-num_layers // 8))
+        hidden, start = self.embed(batch), 0
+        for end in [end for end in (first, 4 * first) if end < num_layers] or [num_layers]:
+            hidden = self.read_on(hidden, batch, cache, range(start, end))
+            yield
+            start = end
+        return self.read_on(hidden, batch, cache, range(start, num_layers))
 
     def read_on(self, hidden: torch.Tensor, batch: PackedBatch, cache: KVCache, layers: range) -> torch.Tensor:
         """A part of `read`: what these layers make of what those before them made."""

@@ -81,6 +81,11 @@ def coarse_bucket(count: int) -> int:
     return between if count <= between and most > _LEAST_COARSE else most
 
 
+def reading_bucket(count: int) -> int:
+    """Powers of four: for what is read now and then, and is never the same."""
+    return 1 << ((count - 1).bit_length() + 1) // 2 * 2
+
+
 def context_bucket(num_tokens: int) -> int:
     """Tokens that a pass has room for in every sequence's block table. A context that outgrows it meets nothing but new
     shapes, so there are few; but long tables take time to copy."""
@@ -210,19 +215,19 @@ class PassRunner:
         num_rows: int | None,
         may_graph: bool = True,
         in_parts: bool = False,
-        coarse: bool = False,
+        pad: Callable[[int], int] | None = None,
         variant: tuple[Any, ...] = (),
     ) -> PassShape:
-        """The bucket for sequences of these lengths. `num_rows` None: all rows have logits; `coarse`: sizes are
-        different every time, and padding is cheaper than graphs for all of them."""
+        """The bucket for sequences of these lengths. `num_rows` None: all rows have logits; `pad`: to which size, where
+        sizes are different every time, and padding is cheaper than graphs for all of them."""
         num_tokens, num_seqs, longest, heads = rows.count, len(contexts), rows.longest, self.heads
         is_graph = may_graph and num_tokens <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
         per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
         if is_graph and longest == 1:
-            num_tokens = num_items = num_seqs = (coarse_bucket if coarse else bucket)(num_seqs)
+            num_tokens = num_items = num_seqs = (pad or bucket)(num_seqs)
         elif is_graph:
             # Sequences cost next to nothing here: fewer graphs.
-            num_tokens = (coarse_bucket if coarse else ragged_bucket)(num_tokens)
+            num_tokens = (pad or ragged_bucket)(num_tokens)
             num_seqs = min(power_of_2(num_seqs), num_tokens)
             num_items = num_seqs if longest <= per_item else attention.num_items_bound(num_tokens, num_seqs, per_item)
         else:

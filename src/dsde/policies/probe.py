@@ -18,6 +18,9 @@ SHARE = 0.01
 """of the time without speculation, that may go into probes"""
 MOST_STEPS = 2.0
 """without drafts, that a probe is taken to cost at most"""
+MOST_UNTIMED = 4
+"""probes one after the other that nobody timed, because they compiled, and that the next one follows at once: it will
+not compile any more. Further ones are paid for as expected, or else they might go on for ever"""
 LONGEST_REST = 64
 """steps without drafts, known to be such beforehand"""
 NUM_TOKENS = 4
@@ -41,6 +44,8 @@ class Probe:
         self.is_under_way = False
         self._welcomes = welcomes
         self._num_ended = 0
+        self._num_untimed = 0
+        """of the newest"""
         self._saved_s = 0.0
         self._expected_s = 0.0
         """that the draft last thought of will take"""
@@ -84,11 +89,13 @@ class Probe:
         self._saved_s += SHARE * plain_s
 
     def end(self, step: StepCost, plain_s: float) -> None:
-        """The step that was one took this, and would have taken `plain_s` without; one that was not timed, because it
-        compiled, took what was expected at least. Debts have an end: it may have been held up, and nobody would look
-        again for long."""
+        """The step that was one took this, and would have taken `plain_s` without. Debts have an end: it may have been
+        held up, and nobody would look again for long."""
+        more_s = step.draft_s + step.catch_up_s + step.verify_s - plain_s
         is_timed = step.draft_s + step.catch_up_s > 0
-        more_s = step.draft_s + step.catch_up_s + step.verify_s - plain_s if is_timed else self._expected_s
+        self._num_untimed = 0 if is_timed else self._num_untimed + 1
+        if self._num_untimed > MOST_UNTIMED:
+            more_s = self._expected_s
         self._saved_s -= max(more_s, 0.0)
         self._saved_s = max(self._saved_s, -2 * self._expected_s)
         self._num_ended += 1

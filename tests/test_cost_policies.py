@@ -1020,6 +1020,49 @@ def test_probes_by_few_look_at_others_every_other_time() -> None:
     assert not set(looked[0]) & set(looked[1])
 
 
+def test_looks_come_in_pairs_where_a_draft_from_rest_takes_longer() -> None:
+    """The second need not wait for the first, is for the same batch alone, and is paid for."""
+    probe = Probe(CostModel(), 4)
+    probe.cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
+
+    def save_up() -> None:
+        while not probe.begin(batch_of([0])):
+            probe.save(0.01)
+
+    save_up()
+    assert not probe.is_due(batch_of([0]))
+    probe.end(StepCost(0.002, 0.0, 0.01), 0.01, is_resumed=True)
+    assert not probe.is_under_way
+    save_up()
+    assert probe.is_under_way
+    assert probe.is_due(batch_of([0]))
+    assert not probe.is_due(batch_of([1]))
+    assert probe.begin(batch_of([0]))
+    assert not probe.is_due(batch_of([0]))
+    probe.end(StepCost(0.002, 0.0, 0.01), 0.01, is_resumed=True)
+    assert probe.is_under_way
+    probe.end(StepCost(0.001, 0.0, 0.01), 0.01)
+    assert not probe.is_under_way
+    assert not probe.begin(batch_of([0]))
+    save_up()
+    probe.drop()
+    assert not probe.is_under_way
+    assert not probe.is_due(batch_of([0]))
+
+
+def test_a_draft_from_rest_is_not_the_price_of_a_pass() -> None:
+    cost = CostModel()
+    for _ in range(3):
+        cost.observe(outcome_of([0], [2], [1], draft_s=0.002, verify_s=0.01))
+    pass_s = float(cost.draft_s(1))
+    for _ in range(3):
+        outcome = outcome_of([0], [2], [1], draft_s=0.02, verify_s=0.01)
+        outcome.is_resumed = True
+        step = cost.observe(outcome)
+        assert step.catch_up_s > 0.01
+    assert float(cost.draft_s(1)) == pytest.approx(pass_s)
+
+
 def test_a_probe_that_nobody_timed_is_paid_for_all_the_same() -> None:
     """Its step compiled, and the next one may not; but some engine may never time any."""
     probe = Probe(CostModel(), 4)

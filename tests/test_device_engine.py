@@ -794,6 +794,18 @@ def test_a_draft_that_is_all_but_sure_to_be_over_waits_for_nothing(way: Way) -> 
     assert all(learnt)
 
 
+def test_a_draft_from_rest_is_told_from_one_that_goes_on(way: Way) -> None:
+    policy = Ruled(None, rule_by_worth, length=2)
+    policy.plan = lambda batch, plan=policy.plan: plan(batch) if len(policy.outcomes) % 4 else Plan.wanting(0, batch)  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    check_same(way.alone([([1, 2], params)]), answers_together(way.engine("close", policy), [([1, 2], params)], seed=1))
+    drafts = [outcome.num_draft_passes > 0 for outcome in policy.outcomes]
+    assert 2 < sum(drafts) < len(drafts) - 2
+    for outcome, was_drafting, is_drafting in zip(policy.outcomes[1:], drafts, drafts[1:], strict=False):
+        if is_drafting:
+            assert outcome.is_resumed != was_drafting
+
+
 def test_whether_drafts_end_as_expected_is_learnt() -> None:
     foresight = Foresight()
     assert not foresight.is_sure_of_end(0)

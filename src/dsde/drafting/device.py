@@ -85,7 +85,8 @@ class DeviceDrafter:
         task = _Task(begin, ruling, watched or ruling is not None, meanwhile)
         self._watches = self._watches or task.watched
         ahead = self._take_ahead(sequences, lengths, task.watched)
-        share = self.host.share(sequences, np.where(ahead < 0, lengths, 0))
+        unread = np.where(ahead < 0, lengths, 0)
+        share = self.host.share(sequences, unread) if unread.any() else DraftShare.nothing(len(sequences))
         rooms = self.model.config.max_position_embeddings + 1 - np.array([len(s.tokens) for s in sequences])
         lengths = np.where(ahead < 0, share.lengths, np.minimum(lengths, np.maximum(rooms, 0)))
         draft = GrowingDraft(lengths.copy(), ahead)
@@ -104,6 +105,7 @@ class DeviceDrafter:
         proposals = draft.proposals()
         proposals.num_catch_up_tokens = share.num_catch_up_tokens
         proposals.is_caught_up = lengths > 0
+        proposals.is_resumed = len(share.order) > 0 and int(ahead.max(initial=-1)) < 0
         proposals.num_passes = draft.depth + 1 if len(share.order) or draft.num_rows else 0
         return proposals
 

@@ -37,6 +37,8 @@ class DeviceProposals:
     """[sequences] the draft has read all of their tokens but perhaps the last one drafted; None: nobody's"""
     num_passes: int = 0
     """as in Proposals"""
+    is_resumed: bool = False
+    """no first token had been drawn ahead: the device waited for the host to begin"""
     signals: FloatArray | None = None
     """[rows of the store, NUM_SIGNALS] on the host; None: nobody asked"""
 

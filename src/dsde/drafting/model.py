@@ -34,6 +34,11 @@ class DraftShare:
     order: IntArray
     """the sequences that take part, those that draft farthest first"""
 
+    @staticmethod
+    def nothing(num_sequences: int) -> DraftShare:
+        zeros = np.zeros(num_sequences, np.int64)
+        return DraftShare(zeros, zeros, zeros[:0])
+
     @property
     def num_catch_up_tokens(self) -> IntArray:
         """tokens read beyond the newest, without which nothing can be drafted anyway"""

@@ -440,6 +440,7 @@ class DeviceExecutor:
             signals[:, len(SIGNALS)] if signals is not None and wish.want_token_probs else None,
             signals[:, : len(SIGNALS)] if signals is not None and wish.want_draft_signals else None,
             is_cold=flight.is_cold,
+            is_resumed=flight.proposals.is_resumed,
         )
 
     def _make_room(self, num_rows: int) -> None:

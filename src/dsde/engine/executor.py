@@ -85,6 +85,8 @@ class Landing:
     """[judged, K] as in Proposals; None where they never left the device"""
     is_cold: bool = False
     """a pass ran for the first times: the seconds say nothing of the next step like this"""
+    is_resumed: bool = False
+    """the draft began from rest, and took longer than one that follows on another"""
 
     @property
     def drafting_s(self) -> float:

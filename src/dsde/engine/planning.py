@@ -134,6 +134,7 @@ class Planner:
             num_cut=0 if plan.plan.budget is None else plan.plan.budget.num_cut,
             num_draft_passes=landing.num_draft_passes,
             num_catch_up_tokens=0 if num_catch_up_tokens is None else int(num_catch_up_tokens.sum()),
+            is_resumed=landing.is_resumed,
         )
         self.policy.observe(outcome)
 

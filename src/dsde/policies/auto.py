@@ -121,7 +121,7 @@ class Auto(Policy):
 
     def plan(self, batch: BatchView) -> Plan:
         if self._current is not None and self._current.is_probing and not self._num_observed:
-            self._probe.is_under_way = False  # its step failed, or all who were in it are gone
+            self._probe.drop()  # its step failed, or all who were in it are gone
         has_missed = self.cost.see(batch)
         if self._next is not None and (has_missed or not self._next.fits(batch)):
             self._drop_next()
@@ -157,7 +157,7 @@ class Auto(Policy):
 
     def _drop_next(self) -> None:
         if self._next is not None and self._next.is_probing:
-            self._probe.is_under_way = False
+            self._probe.drop()
         self._next = None
 
     def _learn(self) -> None:
@@ -172,7 +172,7 @@ class Auto(Policy):
         plain_s = float(self.cost.verify_s(outcome.num_plain_tokens))
         self.acceptance.observe(outcome)
         if draft.is_probing:
-            self._probe.end(step, plain_s)
+            self._probe.end(step, plain_s, outcome.is_resumed)
         self._num_doubtful = self._num_doubtful + 1 if draft.is_doubtful else 0
         self._foregone_s = self._foregone_s + outcome.num_steps * draft.foregone_s if draft.foregone_s else 0.0
         kept = math.exp(-outcome.num_steps / GAIN_MEMORY)
@@ -209,7 +209,8 @@ class Auto(Policy):
         # batch of this size: nobody knows what so many tokens cost.
         known = (2 * self.cost.most_verified - batch.num_sequences) // max(batch.num_sequences, 1)
         lengths = np.where(chosen > 0, np.minimum(2 * chosen + 2, min(self._reach, max(known, FIRST_REACH))), 0)
-        is_probing = not pays and not is_blind and not self._probe.is_under_way and self._probe.begin(batch, NUM_TRIED)
+        can_look = not self._probe.is_under_way or self._probe.is_due(batch)
+        is_probing = not pays and not is_blind and can_look and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = self._probe.lengths
         prices = find_prices(self.cost, rate, outlooks, chosen, batch.rooms, batch.num_sequences)

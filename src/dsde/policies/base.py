@@ -165,6 +165,8 @@ class Outcome(_Counted):
     """tokens that the draft read because it had not seen them, beyond the newest of each sequence"""
     num_draft_prompt_tokens: int = 0
     """of prompts, that the draft read in the same pass as the newest tokens"""
+    is_resumed: bool = False
+    """the draft began from rest, and took longer than one that follows on another does"""
     num_steps: int = 1
     """that it stands for, one after the other and all alike: a rest that the plan announced may be told as one"""
 

@@ -74,7 +74,8 @@ class CostModel:
     put right.
 
     Steps in which a sequence had to catch up (after a pause, or because it is new) say nothing of a draft pass, and are
-    used for `catch_up_s`. Under a load where there is always somebody new they count after all.
+    used for `catch_up_s`; likewise those in which the draft began from rest, where that takes longer. Under a load
+    where there is always somebody new they count after all.
 
     Where several steps in a row take longer, or shorter, than they are known to, the machine is taken to have changed
     as a whole, and everything costs as many times as much: sizes not in use just now would never be put right.
@@ -337,8 +338,10 @@ def _drafting(outcome: Outcome) -> tuple[int, int]:
 
 
 def _is_behind(outcome: Outcome) -> bool:
-    """Whether the draft had more to read than the one token a sequence that one accepted whole leaves unread."""
-    return outcome.num_catch_up_tokens > outcome.num_sequences or outcome.num_draft_prompt_tokens > 0
+    """Whether the draft had more to read than the one token a sequence that one accepted whole leaves unread, or began
+    from rest."""
+    is_reading = outcome.num_catch_up_tokens > outcome.num_sequences or outcome.num_draft_prompt_tokens > 0
+    return is_reading or outcome.is_resumed
 
 
 def limit(seconds: float, expected: float) -> float:

@@ -104,7 +104,7 @@ class Goodput(Policy):
             self._probe.save(outcome.num_steps * plain_s)
             return
         if self._probe.is_under_way:
-            self._probe.end(step, plain_s)
+            self._probe.end(step, plain_s, outcome.is_resumed)
         slots, accepted = outcome.slots[active], outcome.accepted[active]
         tested = np.minimum(accepted + 1, outcome.drafted[active])
         self._num_accepted = KEPT * self._num_accepted + float(accepted.sum())

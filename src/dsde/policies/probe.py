@@ -41,8 +41,15 @@ class Probe:
         self.max_length = max_length
         self.lengths = np.zeros(0, np.int64)
         """of the draft that was last found the price of"""
-        self.is_under_way = False
         self._welcomes = welcomes
+        self._num_open = 0
+        """looks that were begun and not ended"""
+        self._num_due = 0
+        """further ones that belong to the last"""
+        self._due_slots = np.zeros(0, np.int64)
+        """of the batch that they are for"""
+        self._goes_on = False
+        """whether a draft that begins from rest was seen to take longer than others, so that one look is none"""
         self._num_ended = 0
         self._num_untimed = 0
         """of the newest"""
@@ -53,20 +60,37 @@ class Probe:
         """that must have been saved for it"""
         self._sequences = _Sequences(is_known=np.zeros(1, np.bool_))
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._num_open > 0
+
+    def is_due(self, batch: BatchView) -> bool:
+        """Whether another look follows on the last one, which need not have ended."""
+        return self._num_due > 0 and np.array_equal(self._due_slots, batch.slots)
+
     def begin(self, batch: BatchView, num_tried: int = 0) -> bool:
         """Whether enough time is set aside for a short draft, as if nothing of it were accepted.
 
         What one token of everybody costs is tried on credit until it was verified `num_tried` times: what is thought of
         it may be wrong. Not so if the draft has much to read first.
         """
-        self.is_under_way = False
+        if self.is_due(batch):
+            self.lengths = np.minimum(self.lengths, batch.rooms)
+            self._num_due -= 1
+            self._num_open += int(self.lengths.any())
+            return bool(self.lengths.any())
+        self._num_open = self._num_due = 0
+        if self._may_begin(batch, num_tried):
+            self._num_open, self._num_due, self._due_slots = 1, int(self._goes_on), batch.slots
+        return self.is_under_way
+
+    def _may_begin(self, batch: BatchView, num_tried: int) -> bool:
         if not batch.rooms.any():
             return False
         most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_plain_tokens))
         everybody = np.minimum(batch.rooms, 1)
-        if self.cost.num_verified(batch.num_plain_tokens + int(everybody.sum())) < num_tried:
-            self.is_under_way = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
-        if self.is_under_way:
+        is_untried = self.cost.num_verified(batch.num_plain_tokens + int(everybody.sum())) < num_tried
+        if is_untried and float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s:
             self.lengths, self._expected_s = everybody, self._cost_s(batch, everybody)
             self._price_s = min(self._expected_s, most_s)
             return True
@@ -76,8 +100,7 @@ class Probe:
         if self._welcomes:
             self._saved_s += self._share_of_new(batch) * self._price_s
         self._saved_s = min(self._saved_s, 2 * self._price_s)
-        self.is_under_way = self._saved_s >= self._price_s
-        return self.is_under_way
+        return self._saved_s >= self._price_s
 
     def num_steps_left(self, plain_s: float) -> int:
         """Steps of so many seconds, without drafts, until there is enough for such a probe as was asked for last; no
@@ -88,9 +111,16 @@ class Probe:
         """A step without drafts took so long."""
         self._saved_s += SHARE * plain_s
 
-    def end(self, step: StepCost, plain_s: float) -> None:
+    def drop(self) -> None:
+        """A look that was begun is not made, or nothing will come of it."""
+        self._num_open, self._num_due = max(self._num_open - 1, 0), 0
+
+    def end(self, step: StepCost, plain_s: float, is_resumed: bool = False) -> None:
         """The step that was one took this, and would have taken `plain_s` without. Debts have an end: it may have been
-        held up, and nobody would look again for long."""
+        held up, and nobody would look again for long. With `is_resumed` its draft took longer than one that follows on
+        another: from now on looks come in pairs.
+        """
+        self._goes_on = self._goes_on or is_resumed
         more_s = step.draft_s + step.catch_up_s + step.verify_s - plain_s
         is_timed = step.draft_s + step.catch_up_s > 0
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
@@ -99,7 +129,7 @@ class Probe:
         self._saved_s -= max(more_s, 0.0)
         self._saved_s = max(self._saved_s, -2 * self._expected_s)
         self._num_ended += 1
-        self.is_under_way = False
+        self._num_open = max(self._num_open - 1, 0)
 
     def forget(self, slots: IntArray) -> None:
         self._sequences.reset(slots)

@@ -303,7 +303,7 @@ class DeviceDrafter:
             *batch.variant, is_watched=task.watched, decides=ruling is not None, decides_first=first is not None
         )
         rows = RaggedRows(np.ones(count, dtype=np.int64))
-        in_parts = task.ruling is not None
+        in_parts = task.watched  # under a rule it is
         entry, sheet = self._step(
             rows, batch.num_tokens + depth, batch, True, depth, first_row, variant, in_parts=in_parts
         )
@@ -332,7 +332,7 @@ class DeviceDrafter:
     ) -> tuple[Pass, Sheet]:
         num_rows = None if takes_all_rows else len(contexts)
         pad = None
-        if in_parts:  # under a rule fewer take part from pass to pass
+        if in_parts:  # fewer may take part from pass to pass
             pad = coarse_bucket
         elif depth == 0 and rows.longest > 1 and not variant.is_ahead:
             pad = reading_bucket

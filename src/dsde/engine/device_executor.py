@@ -148,8 +148,9 @@ class DeviceExecutor:
         foreseen: list[_Prepared] = []
 
         def foresee(proposals: DeviceProposals) -> None:
-            # Behind a draft that a rule has ended the device waits for its next pass.
-            in_parts = wish.stop is not None and bool(proposals.lengths.any())
+            # Behind a draft that a rule has ended the device waits for its next pass. Who looks at signals has rules at
+            # times, and the same graphs are to do for both.
+            in_parts = (wish.stop is not None or wish.wants_signals) and bool(proposals.lengths.any())
             foreseen[:] = [self._prepare(work, sequences, slots, proposals, scored, in_parts)]
 
         # Whatever is cut off or read besides is known later, or not prepared quickly.
@@ -266,7 +267,7 @@ class DeviceExecutor:
         contexts = np.array([s.num_computed for s in sequences], dtype=np.int64) + query_lens
         judged_slots = np.array([s.slot for s in judged], dtype=np.int64) if work.prefills else slots
         places = logit_places(work, rows, scored) if work.prefills else None
-        variant = self._variant(judged_slots, drafted, proposals.point_mass)
+        variant = self._variant(judged_slots, drafted, proposals.point_mass, in_parts)
         num_judged_rows = judged_rows.count if judged_rows else 0
         # A captured pass judges whatever it has logits of.
         is_plain = places is None or 0 < num_judged_rows == len(places)
@@ -361,12 +362,12 @@ class DeviceExecutor:
             self._rows = RaggedRows(lengths)
         return self._rows
 
-    def _variant(self, slots: IntArray, drafted: IntArray, point_mass: bool) -> _Variant:
+    def _variant(self, slots: IntArray, drafted: IntArray, point_mass: bool, in_parts: bool) -> _Variant:
         if len(slots) == 0:
             return _Variant(False, False, False, 0)
         longest = int(drafted.max())
-        # At least 4: a kernel compiled for every length up to it would help nobody.
-        padded = max(4, power_of_2(longest)) if longest else 0
+        # At least so many: kernels, and graphs, for every length up to it would help nobody; less so where it changes.
+        padded = max(16 if in_parts else 4, power_of_2(longest)) if longest else 0
         return _Variant(*self.table.variant(slots), point_mass, padded)
 
     def _body(self, entry: Pass) -> Generator[None, None, _Read]:

@@ -111,64 +111,75 @@ class DeviceDrafter:
 
     def _go_on(self, draft: GrowingDraft, batch: _Batch, task: _Task) -> None:
         """The passes after the first."""
-        call = first = None  # `first` is a call that the device has not heard of yet
+        call = unsent = None
         if task.ruling is not None and task.ruling.decides(0, draft.longest == 1):
-            call = first = self.referee.announce(task.ruling, len(draft.members))
+            call = unsent = self.referee.announce(task.ruling, len(draft.members))
         while True:
             may_go_on = draft.may_go_on
-            following, step, next_call = draft.members[may_go_on], None, None
-            num_expected, waits, goes_on = 0, call is not None, True
-            if call is not None:
-                num_expected = call.ruling.num_expected(following, draft.depth + 1)
-                if self.foresight.is_sure_of_end(num_expected) and (first is None or self._can_do_without()):
-                    if first is None:
-                        self._unheard = _Unheard(call, draft.is_drafting)
-                    draft.end()
-                    return
-                waits = not len(following) or not self.foresight.is_sure(num_expected)
+            following, entry, next_call = draft.members[may_go_on], None, None
+            num_expected = 0 if call is None else call.ruling.num_expected(following, draft.depth + 1)
+            if call is not None and self._is_taken_to_be_over(draft, call, num_expected, is_sent=unsent is None):
+                return
             if len(following):
                 if len(following) < len(may_go_on):
                     batch = batch.only(may_go_on)
                 # A pass may begin with the decision on first tokens, if it is for the same sequences.
-                is_with_it = len(following) == len(may_go_on)
-                step, next_call = self._extend(batch, draft, following, task, first if is_with_it else None)
-                first = None if is_with_it else first
+                first = unsent if len(following) == len(may_go_on) else None
+                (entry, sheet), next_call = self._extend(batch, draft, following, task, first)
+                unsent = None if first is not None else unsent
                 task.begin()
-                self.passes.load(*step)
-                (self.passes.begin if call is not None else self.passes.start)(step[0])
+                self.passes.load(entry, sheet)
+                (self.passes.start if call is None else self.passes.begin)(entry)
+            is_made = goes_on = entry is not None
             if call is not None:
-                if first is not None:
+                if unsent is not None:
                     task.begin()
-                    self.referee.decide_now(first, draft, self.drafts.signals)
-                    first = None
-                self._hear()
-                if step is not None and not waits:
-                    self.passes.finish(step[0])
-                if waits and not self.referee.has_decided(call):
-                    task.meanwhile(draft.proposals_if_over(step is None or call.ruling.keeps_last))
-                decisions = self.referee.wait(call)
-                goes_on = bool(decisions.max() == Decision.GOES_ON)
-                if num_expected == 0:
-                    self.foresight.learn_end(_is_surprise(decisions[draft.is_drafting]))
-                if step is not None:
-                    self.foresight.learn(num_expected, goes_on)
-                    if waits:
-                        (self.passes.finish if goes_on else self.passes.abandon)(step[0])
-                draft.apply(decisions)
-            if step is None or (waits and not goes_on):
-                return
-            draft.deepen(following)
-            if not goes_on:  # a pass for nobody, but it was made
+                    self.referee.decide_now(unsent, draft, self.drafts.signals)
+                    unsent = None
+                is_made, goes_on = self._hear_out(draft, call, entry, num_expected, task)
+            if is_made:
+                draft.deepen(following)
+            if not is_made or not goes_on:
                 return
             call = next_call
 
-    def _can_do_without(self) -> bool:
-        """Whether a decision need not be made at all: once in a while it is, to know that it is still what it was."""
-        self._num_omitted = (self._num_omitted + 1) % _MOST_OMITTED
-        return self._num_omitted > 0
+    def _is_taken_to_be_over(self, draft: GrowingDraft, call: Call, num_expected: int, is_sent: bool) -> bool:
+        """Where it is all but sure that all drafts are, they end, and what is decided on them is heard later."""
+        if not self.foresight.is_sure_of_end(num_expected):
+            return False
+        if is_sent:
+            self._unheard = _Unheard(call, draft.is_drafting)
+        else:  # a decision that need not be made; but now and then it is, to know that it is still what it was
+            self._num_omitted = (self._num_omitted + 1) % _MOST_OMITTED
+            if self._num_omitted == 0:
+                return False
+        draft.end()
+        return True
 
-    def _hear(self) -> None:
-        """Whether the last draft ended as it was taken to: by now the device has said so."""
+    def _hear_out(
+        self, draft: GrowingDraft, call: Call, entry: Pass | None, num_expected: int, task: _Task
+    ) -> tuple[bool, bool]:
+        """What is decided on the newest tokens. The pass that was begun for the next is gone through with where
+        somebody goes on, or is all but sure to. Returns whether it was, and whether somebody does."""
+        waits = entry is None or not self.foresight.is_sure(num_expected)
+        self._hear_of_last()
+        if entry is not None and not waits:
+            self.passes.finish(entry)
+        if waits and not self.referee.has_decided(call):
+            task.meanwhile(draft.proposals_if_over(entry is None or call.ruling.keeps_last))
+        decisions = self.referee.wait(call)
+        goes_on = bool(decisions.max() == Decision.GOES_ON)
+        if num_expected == 0:
+            self.foresight.learn_end(_is_surprise(decisions[draft.is_drafting]))
+        if entry is not None:
+            self.foresight.learn(num_expected, goes_on)
+            if waits:
+                (self.passes.finish if goes_on else self.passes.abandon)(entry)
+        draft.apply(decisions)
+        return entry is not None and (goes_on or not waits), goes_on
+
+    def _hear_of_last(self) -> None:
+        """Whether the last step's drafts ended as they were taken to: by now the device has said so."""
         unheard, self._unheard = self._unheard, None
         decisions = None if unheard is None else self.referee.look(unheard.call)
         if unheard is not None and decisions is not None:

@@ -376,6 +376,33 @@ def test_while_it_rests_it_says_for_how_long() -> None:
     assert sum(rest == 0 for rest in rests[100:]) >= 5  # and looks again
 
 
+@pytest.mark.parametrize("spec", ["auto", "goodput"])
+def test_looks_come_in_pairs_where_drafts_from_rest_are_told_from_others(spec: str) -> None:
+    """One behind the other, the second planned before the first is over; and drafting is begun at the price of drafts
+    that go on, though one from rest takes ten times as long."""
+    rng, policy = np.random.default_rng(0), make_policy(spec)
+    rows = batch(2)
+    drafts: list[bool] = []
+    for number in range(3000):
+        chance = 0.95 if number > 2000 else 0.0
+        plan = policy.plan(rows)
+        policy.settle()
+        lengths = np.minimum(plan.lengths, 4)
+        drafts.append(bool(lengths.any()))
+        stands = rng.random((2, 4)) < chance
+        accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), lengths)
+        found = outcome(lengths.tolist(), accepted.tolist(), verify_s=4e-3)
+        if drafts[-1]:
+            found.is_resumed = not (len(drafts) > 1 and drafts[-2])
+            found.draft_s = float(lengths.max()) * 0.5e-3 + (4e-3 if found.is_resumed else 0.0)
+        policy.observe(found)
+    looks = "".join("#" if drafted else "." for drafted in drafts[1000:2000])
+    assert looks.count("##") > 2
+    assert ".#." not in looks
+    assert "###" not in looks
+    assert np.mean(drafts[-500:]) > 0.95
+
+
 def test_it_rests_while_what_it_forgoes_does_not_pay_for_beginning() -> None:
     """Every step in which it is asked is one in which a device may wait for the answer."""
     cost = Known(MEMORY_BOUND)

@@ -1048,6 +1048,11 @@ def test_looks_come_in_pairs_where_a_draft_from_rest_takes_longer() -> None:
     probe.drop()
     assert not probe.is_under_way
     assert not probe.is_due(batch_of([0]))
+    for leave in (probe.pass_over, lambda: probe.forget(np.array([0]))):  # another one may have the slot by then
+        save_up()
+        assert probe.is_due(batch_of([0]))
+        leave()
+        assert not probe.is_due(batch_of([0]))
 
 
 def test_a_draft_from_rest_is_not_the_price_of_a_pass() -> None:

@@ -782,8 +782,8 @@ def test_a_draft_that_is_all_but_sure_to_be_over_waits_for_nothing(way: Way) -> 
 
     learnt: list[bool] = []
     way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: True)
-    way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda _, count: count == 0)
-    way.monkeypatch.setattr(Foresight, "learn_end", lambda _, is_surprise: learnt.append(is_surprise))
+    way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda _, count, depth: count == 0)
+    way.monkeypatch.setattr(Foresight, "learn_end", lambda _, is_surprise, depth: learnt.append(is_surprise))
     policy = Ruled(rule)
     check_same(way.alone(work), answers_together(way.engine("close", policy), work, seed=42))
     drafted = np.concatenate([outcome.drafted for outcome in policy.outcomes])
@@ -807,15 +807,52 @@ def test_a_draft_from_rest_is_told_from_one_that_goes_on(way: Way) -> None:
 
 
 def test_whether_drafts_end_as_expected_is_learnt() -> None:
+    """Behind first tokens and behind later ones apart."""
     foresight = Foresight()
-    assert not foresight.is_sure_of_end(0)
+    assert not foresight.is_sure_of_end(0, 0)
     for _ in range(100):
-        foresight.learn_end(False)
-    assert foresight.is_sure_of_end(0)
-    assert not foresight.is_sure_of_end(1)
+        foresight.learn_end(False, 0)
+        foresight.learn_end(True, 3)
+    assert foresight.is_sure_of_end(0, 0)
+    assert not foresight.is_sure_of_end(1, 0)
+    assert not foresight.is_sure_of_end(0, 1)
     for _ in range(4):
-        foresight.learn_end(True)
-    assert not foresight.is_sure_of_end(0)
+        foresight.learn_end(True, 0)
+    assert not foresight.is_sure_of_end(0, 0)
+
+
+@pytest.mark.parametrize("usual", [1, 2])
+def test_a_rule_that_changes_is_noticed_though_nobody_waits_for_it(way: Way, usual: int) -> None:
+    """First all drafts end where they are expected to; then everybody would go on, and soon does."""
+
+    def rule(count: int) -> Stop:
+        usuals, outlooks = np.full(count, usual), np.full(count, 0.99)
+        dearer = 0.0 if len(policy.outcomes) > 150 else 2.0
+        return StopByWorth(np.zeros(3), np.full(count, 50.0), outlooks, 0.01, 0.01, 0.01, usuals, dearer)
+
+    policy = Ruled(rule, length=4)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine = way.engine("target", policy, max_num_seqs=1)
+    answers_together(engine, [([i + 1, 2], params) for i in range(20)], seed=1)
+    drafted = [int(outcome.drafted[0]) for outcome in policy.outcomes if outcome.num_draft_passes]
+    assert np.mean(np.array(drafted[:140]) == usual) > 0.9
+    assert engine.executor.drafter.foresight.is_sure_of_end(0, usual - 1) is False  # type: ignore[attr-defined]
+    assert np.mean(np.array(drafted[-40:]) == 4) > 0.8
+
+
+@pytest.mark.parametrize("rule", [rule_before, rule_before_but_not_at_once, rule_after])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_rules_that_expect_nothing_are_obeyed_to_the_letter(way: Way, rule: Callable[[int], Stop], length: int) -> None:
+    """Whatever was learnt of how drafts end."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    work = [([i + 1, 7, 3], params) for i in range(2)]
+    found = []
+    for is_sure in (False, True):
+        way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda *_, sure=is_sure: sure)
+        policy = Ruled(rule, length=length)
+        check_same(way.alone(work), answers_together(way.engine("close", policy), work, seed=42))
+        found.append([outcome.drafted.tolist() for outcome in policy.outcomes])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("rule", [rule_before, rule_by_worth])

@@ -73,3 +73,21 @@ def test_a_device_that_is_done_and_silent() -> None:
     box = Mailbox(1, DEVICE)
     with pytest.raises(RuntimeError, match="has not answered"):
         box.wait(box.next_number(), 1)
+
+
+def test_a_letter_is_there_to_be_looked_at_until_another_is_written_over_it() -> None:
+    box = Mailbox(4, DEVICE)
+    first = box.next_number()
+    assert box.peek(first, 2) is None
+    write(box, 0, first, 7)
+    assert box.peek(first, 2) is None
+    write(box, 1, first, 9)
+    found = box.peek(first, 2)
+    assert found is not None
+    assert found.tolist() == [7, 9]
+    second, third = box.next_number(), box.next_number()
+    write(box, 0, second, 1)
+    assert box.peek(first, 2) is not None
+    write(box, 1, third, 1)
+    assert box.peek(first, 2) is None
+    assert found.tolist() == [7, 9]

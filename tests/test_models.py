@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from dsde.models.decoder import Decoder
 from dsde.models.derived import add_noise, round_to_bits, skip_layers
 from dsde.models.linear import Linear
 from dsde.models.weights import build_model, load_safetensors
+from tiny import tiny_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -152,6 +155,44 @@ def test_chunked_prefill_then_ragged_verification(reference: transformers.PreTra
         starts = dict(enumerate(sequences.done))
         got = sequences.advance(steps)
         assert_same(got, [expected[i][starts[i] : starts[i] + step] for i, step in steps.items()])
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 9, 12, 17])
+def test_a_pass_in_parts_is_the_whole_pass(num_layers: int) -> None:
+    """No layer twice and none left out; at least two parts, so that whoever begins with the first has a rest."""
+    model = tiny_model(layers=num_layers)
+    done: list[int] = []
+
+    def layer(number: int) -> Callable[..., torch.Tensor]:
+        run = model.layers[number]
+
+        def noted(*args: Any) -> torch.Tensor:
+            done.append(number)
+            return run(*args)
+
+        noted.is_local = run.is_local  # type: ignore[attr-defined]
+        return noted
+
+    parted = replace(model, layers=[layer(number) for number in range(num_layers)])  # type: ignore[misc]
+    tokens = [torch.arange(7)]
+    expected = Sequences(model, tokens).advance({0: 7})
+    sequences, num_parts = Sequences(parted, tokens), 1
+
+    def read(self: Decoder, *args: Any) -> torch.Tensor:
+        nonlocal num_parts
+        body = Decoder.read_in_parts(self, *args)
+        while True:
+            try:
+                next(body)
+                num_parts += 1
+            except StopIteration as end:
+                return end.value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "read", read)
+        torch.testing.assert_close(sequences.advance({0: 7}), expected, atol=0, rtol=0)
+    assert done == list(range(num_layers))
+    assert num_parts == (2 if num_layers < 5 else 3)
 
 
 def test_attention_and_rotation_by_kernel(

@@ -31,12 +31,16 @@ SHAPE = PassShape(1, 1, 1, True, 8, 1, 1, 1, is_graph=True)
 class Owner:
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.num_more_parts = 0
         self.passes = PassRunner(Heads(1, 1, 16, torch.float32), torch.zeros(1, dtype=torch.int32), self._body)
         self.entry = Pass(SHAPE, None, None, {}, None)  # type: ignore[arg-type]
         self.passes._passes[SHAPE] = self.entry
 
     def _body(self, entry: Pass) -> Generator[None, None, str]:
         self.done.append("first part")
+        for number in range(self.num_more_parts):
+            yield
+            self.done.append(f"part {number}")
         yield
         self.done.append("rest")
         return "result"
@@ -52,6 +56,7 @@ def without_collection() -> Iterator[None]:
 def test_a_pass_in_parts_is_queued_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured at its second run, as many graphs as parts; whoever wants all of it need not know."""
     owner = Owner()
+    owner.num_more_parts = 1
     shape = replace(SHAPE, in_parts=True)
     owner.entry = owner.passes._passes[shape] = Pass(shape, None, None, {}, None)  # type: ignore[arg-type]
 
@@ -65,13 +70,13 @@ def test_a_pass_in_parts_is_queued_part_by_part(monkeypatch: pytest.MonkeyPatch)
     assert owner.passes.start(owner.entry) == "result"
     assert not owner.entry.is_captured
     owner.passes.begin(owner.entry)
-    assert len(owner.entry.parts) == 2
+    assert len(owner.entry.parts) == 3
     owner.done.clear()
     owner.passes.begin(owner.entry)
     assert owner.done == ["first part"]
     assert owner.passes.finish(owner.entry) == "result"
     assert owner.passes.start(owner.entry) == "result"
-    assert owner.done == 2 * ["first part", "rest"]
+    assert owner.done == 2 * ["first part", "part 0", "rest"]
     assert owner.passes.num_cold == 2
     assert owner.entry.graph is None
 
@@ -122,7 +127,7 @@ def test_sizes_that_are_different_every_time_have_few_buckets() -> None:
 
 
 def test_what_is_read_now_and_then_has_hardly_any() -> None:
-    assert {reading_bucket(count) for count in range(1, MOST_GRAPH_TOKENS + 1)} == {1, 4, 16, 64, 256, 1024}
+    assert {reading_bucket(count) for count in range(1, MOST_GRAPH_TOKENS + 1)} == {1, 4, 16, 64, 256, 512, 1024}
     assert all(count <= reading_bucket(count) < max(4 * count, 2) for count in range(1, MOST_GRAPH_TOKENS + 1))
 
 

@@ -81,10 +81,20 @@ def test_a_draft_that_must_run_in_every_step_does() -> None:
 
 
 def test_a_step_without_a_directive_is_vllms_own() -> None:
+    """Also behind one that failed before it was sampled from."""
     runner = Runner(["t0"], ["d0", "d1"])
-    in_step(runner)
+    assert not runner.execute(runner.output()).speculates
     executed = runner.execute(SimpleNamespace())
     assert (executed.speculates, runner.sample().speculates) == (True, True)
+
+
+def test_drafts_that_nobody_will_verify_are_let_go() -> None:
+    runner = Runner(["t0"], ["d0", "d1"])
+    runner.dsde_adapter._drafts.logits.append(torch.zeros(1, 8))
+    runner.dsde_adapter.begin(runner.output(longest=2))
+    assert runner.dsde_adapter._drafts.logits
+    runner.dsde_adapter.begin(runner.output())
+    assert not runner.dsde_adapter._drafts.logits
 
 
 @pytest.mark.parametrize("groups", [[["t0", "d0", "d1"]], [["d0", "d1"], ["t0"]]])

@@ -16,8 +16,8 @@ _ALIGNMENT = 4
 
 FLOATS = frozenset({"inv_temperatures", "top_ps", "min_ps", "klds", "entropies", "bounds", "outlooks", "rule_numbers"})
 """names of arrays that hold float32; all others hold int32"""
-FIRST = "first_"
-"""before the names of arrays of the same kind that come before others"""
+FIRST = "on_first_"
+"""before the names of arrays of a ruling, where a pass has two: that on first tokens"""
 
 
 class Layout:

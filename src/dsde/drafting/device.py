@@ -30,8 +30,8 @@ from dsde.models.passes import Pass, PassRunner, RaggedRows, coarse_bucket, powe
 from dsde.sampling.draw_mode import DrawMode
 from dsde.sampling.kernels import Draws, sample_drafts
 
-_MOST_OMITTED = 8
-"""decisions on first tokens of which one is made, where it is all but sure"""
+_HEARD_EVERY = 8
+"""Of so many decisions on first tokens that are all but sure one is made."""
 
 
 class DeviceDrafter:
@@ -60,7 +60,7 @@ class DeviceDrafter:
         self.foresight = Foresight()
         self._unheard: _Unheard | None = None
         self._num_omitted = 0
-        """decisions, one after the other"""
+        """decisions on first tokens, since one of those that were all but sure was made"""
 
     def propose(
         self,
@@ -144,14 +144,17 @@ class DeviceDrafter:
             call = next_call
 
     def _is_taken_to_be_over(self, draft: GrowingDraft, call: Call, num_expected: int, is_sent: bool) -> bool:
-        """Where it is all but sure that all drafts are, they end, and what is decided on them is heard later."""
-        if not self.foresight.is_sure_of_end(num_expected):
+        """Where it is all but sure that all drafts are, they end, and what is decided on them is heard later. Only of a
+        rule that says what it expects: any other one is obeyed to the letter."""
+        if call.ruling.usual is None or not self.foresight.is_sure_of_end(num_expected, draft.depth):
             return False
         if is_sent:
-            self._unheard = _Unheard(call, draft.is_drafting)
-        else:  # a decision that need not be made; but now and then it is, to know that it is still what it was
-            self._num_omitted = (self._num_omitted + 1) % _MOST_OMITTED
-            if self._num_omitted == 0:
+            self._hear_of_last()
+            self._unheard = _Unheard(call, draft.depth, draft.is_drafting)
+        else:  # need not be decided at all; but now and then it is, to know that it would still be the same
+            self._num_omitted += 1
+            if self._num_omitted == _HEARD_EVERY:
+                self._num_omitted = 0
                 return False
         draft.end()
         return True
@@ -170,7 +173,7 @@ class DeviceDrafter:
         decisions = self.referee.wait(call)
         goes_on = bool(decisions.max() == Decision.GOES_ON)
         if num_expected == 0:
-            self.foresight.learn_end(_is_surprise(decisions[draft.is_drafting]))
+            self.foresight.learn_end(_is_surprise(decisions[draft.is_drafting]), draft.depth)
         if entry is not None:
             self.foresight.learn(num_expected, goes_on)
             if waits:
@@ -183,7 +186,7 @@ class DeviceDrafter:
         unheard, self._unheard = self._unheard, None
         decisions = None if unheard is None else self.referee.look(unheard.call)
         if unheard is not None and decisions is not None:
-            self.foresight.learn_end(_is_surprise(decisions[unheard.is_drafting]))
+            self.foresight.learn_end(_is_surprise(decisions[unheard.is_drafting]), unheard.depth)
 
     def read_ahead(
         self,
@@ -397,6 +400,7 @@ class _Unheard(NamedTuple):
     """Decisions that the host did not wait for."""
 
     call: Call
+    depth: int
     is_drafting: BoolArray
     """[tokens] whether it counts what is decided on it"""
 

@@ -21,21 +21,23 @@ class Foresight:
     def __init__(self) -> None:
         self._chances = [0.5] * (MANY + 1)
         """that nobody goes on, by how many were expected to"""
-        self._surprise = 0.5
-        """chance that something else is decided than that all drafts are over, where nobody was expected to go on"""
+        self._surprises = [0.5, 0.5]
+        """chance that something else is decided than that all drafts are over, where nobody was expected to go on: on
+        first tokens, and on later ones"""
 
     def is_sure(self, num_expected: int) -> bool:
         """Whether somebody goes on where so many are expected to, but for a risk that is worth taking."""
         return self._chances[min(num_expected, MANY)] < MOST_WASTE
 
-    def is_sure_of_end(self, num_expected: int) -> bool:
-        """Whether all drafts are over where so many are expected to go on, and keep what they have."""
-        return num_expected == 0 and self._surprise < MOST_SURPRISE
+    def is_sure_of_end(self, num_expected: int, depth: int) -> bool:
+        """Whether all drafts are over where so many are expected to go on behind a token of this depth, and keep what
+        they have."""
+        return num_expected == 0 and self._surprises[depth > 0] < MOST_SURPRISE
 
     def learn(self, num_expected: int, somebody_goes_on: bool) -> None:
         place = min(num_expected, MANY)
         self._chances[place] += ((not somebody_goes_on) - self._chances[place]) / MEMORY
 
-    def learn_end(self, is_surprise: bool) -> None:
+    def learn_end(self, is_surprise: bool, depth: int) -> None:
         """Where nobody was expected to go on."""
-        self._surprise += (is_surprise - self._surprise) / MEMORY
+        self._surprises[depth > 0] += (is_surprise - self._surprises[depth > 0]) / MEMORY

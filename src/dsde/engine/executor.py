@@ -86,7 +86,7 @@ class Landing:
     is_cold: bool = False
     """a pass ran for the first times: the seconds say nothing of the next step like this"""
     is_resumed: bool = False
-    """the draft began from rest, and took longer than one that follows on another"""
+    """the draft began from rest, and may have taken longer than one that follows on another"""
 
     @property
     def drafting_s(self) -> float:

@@ -82,8 +82,10 @@ def coarse_bucket(count: int) -> int:
 
 
 def reading_bucket(count: int) -> int:
-    """Powers of four: for what is read now and then, and is never the same."""
-    return 1 << ((count - 1).bit_length() + 1) // 2 * 2
+    """For what is read now and then, and is never the same: powers of four, and of two where a pass over so many tokens
+    takes as much longer as it is padded."""
+    size = power_of_2(count)
+    return size if size > 256 or size.bit_length() % 2 else 2 * size
 
 
 def context_bucket(num_tokens: int) -> int:

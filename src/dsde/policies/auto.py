@@ -213,6 +213,8 @@ class Auto(Policy):
         is_probing = not pays and not is_blind and can_look and self._probe.begin(batch, NUM_TRIED)
         if is_probing:
             lengths = self._probe.lengths
+        else:
+            self._probe.pass_over()
         prices = find_prices(self.cost, rate, outlooks, chosen, batch.rooms, batch.num_sequences)
         ones = np.ones(batch.slots.size)
         plan = Plan(

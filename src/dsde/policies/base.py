@@ -166,7 +166,8 @@ class Outcome(_Counted):
     num_draft_prompt_tokens: int = 0
     """of prompts, that the draft read in the same pass as the newest tokens"""
     is_resumed: bool = False
-    """the draft began from rest, and took longer than one that follows on another does"""
+    """the draft began from rest, and may have taken longer than one that follows on another; engines in which it makes
+    no difference do not say so"""
     num_steps: int = 1
     """that it stands for, one after the other and all alike: a rest that the plan announced may be told as one"""
 

@@ -78,7 +78,9 @@ class Goodput(Policy):
         predicted = choice.lengths.astype(np.float64)
         lengths = np.minimum(choice.lengths, batch.rooms)
         num_resting = 0
-        if not lengths.any():
+        if lengths.any():
+            self._probe.pass_over()
+        else:
             if self._probe.begin(batch):
                 lengths = self._probe.lengths
             else:
@@ -117,6 +119,7 @@ class Goodput(Policy):
     def forget(self, slots: IntArray) -> None:
         self._sequences.reset(slots)
         self.cost.forget(slots)
+        self._probe.forget(slots)
 
     def _alphas(self, slots: IntArray) -> FloatArray:
         if self.per == "batch":

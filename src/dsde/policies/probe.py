@@ -48,8 +48,8 @@ class Probe:
         """further ones that belong to the last"""
         self._due_slots = np.zeros(0, np.int64)
         """of the batch that they are for"""
-        self._goes_on = False
-        """whether a draft that begins from rest was seen to take longer than others, so that one look is none"""
+        self._in_pairs = False
+        """whether drafts that begin from rest are told from others, so that one look by itself says little"""
         self._num_ended = 0
         self._num_untimed = 0
         """of the newest"""
@@ -81,7 +81,7 @@ class Probe:
             return bool(self.lengths.any())
         self._num_open = self._num_due = 0
         if self._may_begin(batch, num_tried):
-            self._num_open, self._num_due, self._due_slots = 1, int(self._goes_on), batch.slots
+            self._num_open, self._num_due, self._due_slots = 1, int(self._in_pairs), batch.slots
         return self.is_under_way
 
     def _may_begin(self, batch: BatchView, num_tried: int) -> bool:
@@ -113,14 +113,19 @@ class Probe:
 
     def drop(self) -> None:
         """A look that was begun is not made, or nothing will come of it."""
-        self._num_open, self._num_due = max(self._num_open - 1, 0), 0
+        self._num_open = max(self._num_open - 1, 0)
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """The next step is none: another look would not follow on the last."""
+        self._num_due = 0
 
     def end(self, step: StepCost, plain_s: float, is_resumed: bool = False) -> None:
         """The step that was one took this, and would have taken `plain_s` without. Debts have an end: it may have been
-        held up, and nobody would look again for long. With `is_resumed` its draft took longer than one that follows on
-        another: from now on looks come in pairs.
+        held up, and nobody would look again for long. With `is_resumed` its draft began from rest, and may have taken
+        longer than one that follows on another: from now on looks come in pairs.
         """
-        self._goes_on = self._goes_on or is_resumed
+        self._in_pairs = self._in_pairs or is_resumed
         more_s = step.draft_s + step.catch_up_s + step.verify_s - plain_s
         is_timed = step.draft_s + step.catch_up_s > 0
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
@@ -132,6 +137,7 @@ class Probe:
         self._num_open = max(self._num_open - 1, 0)
 
     def forget(self, slots: IntArray) -> None:
+        self.pass_over()
         self._sequences.reset(slots)
 
     def _share_of_new(self, batch: BatchView) -> float:

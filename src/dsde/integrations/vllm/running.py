@@ -102,6 +102,8 @@ class RunnerAdapter:
         is_off = scheduler_output.num_spec_tokens_to_schedule == 0
         verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
         self.is_plain = self.omission.is_possible and is_off and not directive.catch_up and not verifies
+        if self.is_plain:
+            self._drafts = Drafts()  # whose requests have ended
         self._report = Report(self._clocks.begin()) if directive.is_timed else None
 
     def mark(self) -> None:
@@ -267,8 +269,10 @@ def adapter_of(runner: Any) -> RunnerAdapter | None:
 
 
 def execute(original: Any, runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    adapter = adapter_of(runner)
+    if adapter is not None:
+        adapter.is_plain = False  # the last step may have failed
     if attached(scheduler_output) is not None and scheduler_output.total_num_scheduled_tokens:
-        adapter = adapter_of(runner)
         if adapter is None:
             adapter = RunnerAdapter(runner, _settings(runner))
             setattr(runner, ADAPTER, adapter)

@@ -453,12 +453,12 @@ class Bench:
             policy = variant.removeprefix("plugin:")
             rivals = {"off": ["off"], "best static": fixed, "table": ["table"], f"stock {policy}": [policy]}
             for name, others in rivals.items():
-                ratios = []
-                for batch in batches:
-                    there = [cells[one, batch] for one in others if (one, batch) in cells]
-                    ratios.append(ratio(cells.get((variant, batch)), there))
-                if set(ratios) != {"-"}:
-                    lines.append(f"| {variant} / {name} | {' | '.join(ratios)} |")
+                there = [[cells[one, batch] for one in others if (one, batch) in cells] for batch in batches]
+                mine = [cells.get((variant, batch)) for batch in batches]
+                for label, compare in ((name, ratio), (f"{name}, mean of rounds", mean_ratio)):
+                    ratios = [compare(one, rows) for one, rows in zip(mine, there, strict=True)]
+                    if set(ratios) != {"-"}:
+                        lines.append(f"| {variant} / {label} | {' | '.join(ratios)} |")
         if any("*" in line for line in lines):
             lines += ["", "\\* measured in different groups, not side by side"]
         return lines
@@ -470,6 +470,20 @@ def ratio(mine: Row | None, others: list[Row]) -> str:
         return "-"
     best = max(others, key=lambda row: float(row["tokens_per_s"]))
     return f"{mine['tokens_per_s'] / best['tokens_per_s']:.3f}" + ("" if mine["group"] == best["group"] else "*")
+
+
+def mean_ratio(mine: Row | None, others: list[Row]) -> str:
+    """To the best of them, round by round, with the 95 % interval of its mean: what the best of few rounds may hide."""
+    if mine is None or not others:
+        return "-"
+    best = max(others, key=lambda row: float(row["tokens_per_s"]))
+    if mine["group"] != best["group"] or len(mine["rounds"]) < 2 or len(mine["rounds"]) != len(best["rounds"]):
+        return "-"
+    from intervals import half_width  # an engine's process does not see what lies beside this file
+
+    seconds = [[one["long_s"] - one["short_s"] for one in row["rounds"]] for row in (best, mine)]
+    ratios = [theirs / ours for theirs, ours in zip(*seconds, strict=True)]
+    return f"{sum(ratios) / len(ratios):.2f} ± {half_width(ratios):.2f}"
 
 
 def gpu_memory_used() -> int:

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 _ALIGNMENT = 4
 """words; kernels load 16 bytes at a time"""
 
-FLOATS = frozenset({"inv_temperatures", "top_ps", "min_ps", "klds", "entropies", "bounds", "outlooks", "rule_numbers"})
+FLOATS = frozenset(
+    {
+        *("inv_temperatures", "top_ps", "min_ps", "klds", "entropies"),
+        *("bounds", "outlooks", "rule_numbers", "first_bounds", "first_outlooks", "first_rule_numbers"),
+    }
+)
 """names of arrays that hold float32; all others hold int32"""
-FIRST = "on_first_"
-"""before the names of arrays of a ruling, where a pass has two: that on first tokens"""
 
 
 class Layout:
@@ -32,10 +35,7 @@ class Layout:
 
     def views(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
         views = {name: words[start : start + size] for name, (start, size) in self.places.items()}
-        return {
-            name: view.view(torch.float32) if name.removeprefix(FIRST) in FLOATS else view
-            for name, view in views.items()
-        }
+        return {name: view.view(torch.float32) if name in FLOATS else view for name, view in views.items()}
 
 
 @dataclass(slots=True)

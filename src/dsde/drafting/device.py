@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop
-from dsde.device.staging import FIRST, Sheet
+from dsde.device.staging import Sheet
 from dsde.drafting.draft_store import BoolArray, DeviceProposals, Drafts, GrowingDraft, IntArray
 from dsde.drafting.foresight import Foresight
 from dsde.drafting.kernels import NUM_REREAD, advance
 from dsde.drafting.model import DraftShare, ModelDrafter
 from dsde.drafting.referee import Call, Referee
-from dsde.drafting.ruling import Decision, Ruling, ruling_sizes
+from dsde.drafting.ruling import FIRST, RULING_FIELDS, Decision, Ruling, ruling_sizes
 from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.passes import Pass, PassRunner, RaggedRows, coarse_bucket, power_of_2, reading_bucket
@@ -184,7 +184,7 @@ class DeviceDrafter:
     def _hear_of_last(self) -> None:
         """Whether the last step's drafts ended as they were taken to: by now the device has said so."""
         unheard, self._unheard = self._unheard, None
-        decisions = None if unheard is None else self.referee.look(unheard.call)
+        decisions = None if unheard is None else self.referee.peek(unheard.call)
         if unheard is not None and decisions is not None:
             self.foresight.learn_end(_is_surprise(decisions[unheard.is_drafting]), unheard.depth)
 
@@ -317,14 +317,11 @@ class DeviceDrafter:
             *batch.variant, is_watched=task.watched, decides=ruling is not None, decides_first=first is not None
         )
         rows = RaggedRows(np.ones(count, dtype=np.int64))
-        in_parts = task.watched  # under a rule it is
-        entry, sheet = self._step(
-            rows, batch.num_tokens + depth, batch, True, depth, first_row, variant, in_parts=in_parts
-        )
+        entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row, variant)
         sheet.arrays["sources"][:count] = draft.rows[members, draft.depth]
         call = None
         if first is not None:
-            arrays = {name: sheet.arrays[FIRST + name] for name in ruling_sizes(0)}
+            arrays = {name: sheet.arrays[FIRST + name] for name in RULING_FIELDS}
             self.referee.write_first(first, arrays, draft)
         if ruling is not None:
             call = self.referee.announce(ruling, count)
@@ -342,10 +339,9 @@ class DeviceDrafter:
         variant: _Variant,
         counters: IntArray | None = None,
         ahead_turn: int | None = None,
-        in_parts: bool = False,
     ) -> tuple[Pass, Sheet]:
         num_rows = None if takes_all_rows else len(contexts)
-        pad = None
+        in_parts, pad = depth > 0 and variant.is_watched, None
         if in_parts:  # fewer may take part from pass to pass
             pad = coarse_bucket
         elif depth == 0 and rows.longest > 1 and not variant.is_ahead:
@@ -374,7 +370,7 @@ class DeviceDrafter:
         store = self.drafts.store
         assert store is not None
         if variant.decides_first:
-            self.referee.decide({name: arrays[FIRST + name] for name in ruling_sizes(0)}, store.signals)
+            self.referee.decide({name: arrays[FIRST + name] for name in RULING_FIELDS}, store.signals)
         hidden = yield from model.read_in_parts(entry.batch, cache)
         logits = model.logits(hidden, entry.batch.logit_rows, out=self._logits[: shape.num_rows])
         draws = draws_of(arrays)

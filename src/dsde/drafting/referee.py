@@ -77,7 +77,7 @@ class Referee:
     def has_decided(self, call: Call) -> bool:
         return self.mailbox.has_come(call.number, call.num_tokens)
 
-    def look(self, call: Call) -> IntArray | None:
+    def peek(self, call: Call) -> IntArray | None:
         """[tokens] a `Decision` on each, if it is there and has not been forgotten."""
         return self.mailbox.peek(call.number, call.num_tokens)
 

@@ -95,3 +95,9 @@ def ruling_sizes(count: int) -> dict[str, int]:
     """How much room `Ruling.write` needs for so many tokens."""
     sizes = dict.fromkeys(("places", "standings", "may_go_on", "bounds", "outlooks"), count)
     return {**sizes, "rule": 4, "rule_numbers": 7}
+
+
+RULING_FIELDS = tuple(ruling_sizes(0))
+"""arrays that hold a ruling"""
+FIRST = "first_"
+"""before their names, where a pass has a second one: that on the first tokens, which it begins with"""

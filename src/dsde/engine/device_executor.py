@@ -148,9 +148,9 @@ class DeviceExecutor:
         foreseen: list[_Prepared] = []
 
         def foresee(proposals: DeviceProposals) -> None:
-            # Behind a draft that a rule has ended the device waits for its next pass. Who looks at signals has rules at
-            # times, and the same graphs are to do for both.
-            in_parts = (wish.stop is not None or wish.wants_signals) and bool(proposals.lengths.any())
+            # Behind a draft that a rule has ended, or a budget has cut, the device waits for its next pass. Whoever
+            # looks at signals without either has one at times, and the same graphs are to do.
+            in_parts = wish.is_watched and bool(proposals.lengths.any())
             foreseen[:] = [self._prepare(work, sequences, slots, proposals, scored, in_parts)]
 
         # Whatever is cut off or read besides is known later, or not prepared quickly.
@@ -223,8 +223,7 @@ class DeviceExecutor:
         if self.drafter is not None:
             # With a rule most drafts end early: there is room for what is drafted when it is drafted.
             self.drafter.make_room(int(lengths.sum()) if wish.stop is None else len(decodes), len(decodes))
-            watched = wish.wants_signals or wish.budget is not None
-            drafts = self.drafter.propose(decodes, slots, lengths, timing.begin, wish.stop, watched, meanwhile)
+            drafts = self.drafter.propose(decodes, slots, lengths, timing.begin, wish.stop, wish.is_watched, meanwhile)
             return self._cut(drafts, wish), None
         proposals = propose(drafter, decodes, wish)
         valid = np.arange(proposals.tokens.shape[1]) < proposals.lengths[:, None]

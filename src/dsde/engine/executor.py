@@ -64,6 +64,11 @@ class DraftWish:
         """Whether somebody is to be told what the draft's distributions were like."""
         return self.want_token_probs or self.want_draft_signals
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether the draft's distributions are looked at, by whomever."""
+        return self.stop is not None or self.budget is not None or self.wants_signals
+
 
 @dataclass(slots=True)
 class Landing:

@@ -80,11 +80,10 @@ class Goodput(Policy):
         num_resting = 0
         if lengths.any():
             self._probe.pass_over()
+        elif self._probe.begin(batch):
+            lengths = self._probe.lengths
         else:
-            if self._probe.begin(batch):
-                lengths = self._probe.lengths
-            else:
-                num_resting = self._probe.num_steps_left(float(self.cost.verify_s(batch.num_plain_tokens)))
+            num_resting = self._probe.num_steps_left(float(self.cost.verify_s(batch.num_plain_tokens)))
         num = batch.slots.size
         return Plan(
             lengths=lengths,

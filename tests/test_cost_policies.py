@@ -1020,6 +1020,25 @@ def test_probes_by_few_look_at_others_every_other_time() -> None:
     assert not set(looked[0]) & set(looked[1])
 
 
+@pytest.mark.parametrize("num_missed", [1, 300])
+def test_beside_prompts_a_look_is_not_taken_for_cheap(num_missed: int) -> None:
+    """A pass over them takes ten times as long, so may a look, by that measure; and no size of batch is tried out."""
+    probe = Probe(CostModel(num_tried=2, is_flat_below=True), 4)
+    slots = list(range(5))
+    for _ in range(4):
+        probe.cost.observe(outcome_of(slots, [0] * 5, [0] * 5, verify_s=0.001))
+        probe.cost.observe(outcome_of(slots, [0] * 5, [0] * 5, verify_s=0.003, num_prompt_tokens=400))
+        probe.cost.observe(outcome_of(slots, [1] * 5, [0] * 5, 0.0005, 0.001))
+        probe.cost.observe(outcome_of(slots, [1] * 5, [0] * 5, 0.014, 0.001, num_catch_up_tokens=1500))
+    view = batch_of(slots)
+    view.num_prompt_tokens, view.num_missed = 1700, np.full(5, num_missed)
+    probe.cost.see(view)
+    assert not probe.begin(view, num_tried=2)
+    probe.save(1.0)
+    assert probe.begin(view, num_tried=2)
+    assert probe.lengths.all() == (num_missed == 1)
+
+
 def test_looks_come_in_pairs_where_a_draft_from_rest_takes_longer() -> None:
     """The second need not wait for the first, is for the same batch alone, and is paid for."""
     probe = Probe(CostModel(), 4)

@@ -87,10 +87,11 @@ class Probe:
     def _may_begin(self, batch: BatchView, num_tried: int) -> bool:
         if not batch.rooms.any():
             return False
-        most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_plain_tokens))
+        most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
         everybody = np.minimum(batch.rooms, 1)
-        is_untried = self.cost.num_verified(batch.num_plain_tokens + int(everybody.sum())) < num_tried
-        if is_untried and float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s:
+        is_untried = self.cost.num_verified(batch.num_sequences + int(everybody.sum())) < num_tried
+        # Beside prompts it would be tried as part of something larger.
+        if is_untried and not batch.num_prompt_tokens and float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s:
             self.lengths, self._expected_s = everybody, self._cost_s(batch, everybody)
             self._price_s = min(self._expected_s, most_s)
             return True
@@ -167,7 +168,8 @@ class Probe:
                 best, self._expected_s, self.lengths = price_s / num_tested, price_s, lengths
 
     def _cost_s(self, batch: BatchView, lengths: IntArray) -> float:
-        base, num_drafted = batch.num_plain_tokens, int(lengths.sum())
+        # Prompts are left out: they are read anyway, and beside them everything looks cheap.
+        base, num_drafted = batch.num_sequences, int(lengths.sum())
         more_s = float(self.cost.verify_s(base + num_drafted)) - float(self.cost.verify_s(base))
         catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots[lengths > 0])))
         return self.cost.drafting_s(num_drafted, int(lengths.max())) + more_s + catch_up_s

@@ -248,7 +248,7 @@ def run_shift(bench: Bench, options: argparse.Namespace) -> None:
                 for name in names:
                     requests = streams[name].draw(max(3, batch_size), options.tokens, seed)
                     for number in range(NUM_SHIFTS):
-                        result = simulate(policy, requests, bench.costs, batch_size)
+                        result = simulate(policy, requests, bench.costs, batch_size, unread=options.unread)
                         policy.forget(np.arange(batch_size))
                         if number >= NUM_SHIFTS - 2:
                             speeds[name][seed] += result.tokens_per_s
@@ -286,6 +286,7 @@ def main() -> None:
     parser.add_argument(
         "--telling", action="store_true", help="drawn signals go with agreement, as those of real models"
     )
+    parser.add_argument("--unread", action="store_true", help="of shift: a draft has its request's prompt yet to read")
     parser.add_argument("--quick", action="store_true", help="without the rivals")
     options = parser.parse_args()
     options.drawn_seeds = range(options.first_seed, options.first_seed + options.seeds)

@@ -422,6 +422,72 @@ def test_it_rests_while_what_it_forgoes_does_not_pay_for_beginning() -> None:
     assert max(rests) > 2
 
 
+def test_what_drafts_would_have_saved_of_others_is_no_reason_to_begin() -> None:
+    """Who has ended takes along what was foregone: the next ones may end before they have paid for their prompts."""
+    policy, rng = Auto(cost=Known(MEMORY_BOUND)), np.random.default_rng(0)
+    policy.cost.catch_up_s = lambda tokens: np.asarray(0.05 * (np.asarray(tokens) > 0))  # type: ignore[method-assign]
+    policy.cost.num_behind = lambda slots: 4096  # type: ignore[method-assign]
+
+    def num_steps_until_it_begins(most: int = 1000) -> int:
+        num_steps = 0
+        while num_steps < most:
+            plan = policy.plan(batch(8))
+            if plan.stop is not None:
+                break
+            for _ in range(min(1 + plan.num_resting, most - num_steps)):
+                policy.observe(replace(all_rejected(plan, rng), accepted=plan.lengths))
+                num_steps += 1
+            policy.settle()
+        return num_steps
+
+    alone = num_steps_until_it_begins()
+    policy = Auto(cost=policy.cost)
+    assert num_steps_until_it_begins(alone - 2) == alone - 2
+    policy.forget(np.arange(8))
+    assert num_steps_until_it_begins() > alone / 2
+
+
+@pytest.mark.parametrize(("num_tokens", "pays"), [(20, False), (400, True)])
+def test_a_prompt_is_read_where_drafts_will_have_paid_for_it(num_tokens: int, pays: bool) -> None:
+    """Whoever is drafting when short answers to long prompts come reads none of them, and learns that of the first."""
+    costs = MeasuredCosts(
+        draft=[[1, 0.5e-3], [8, 0.6e-3]],
+        verify=[[8, 8, 1.3e-3], [8, 16, 1.45e-3], [8, 40, 2.1e-3]],
+        catch_up=[[16, 1.6e-3], [400, 2.6e-3], [1300, 8.5e-3], [2600, 18e-3]],
+    )
+    policy = Auto()
+    simulate(policy, make_stream("iid:0.9").draw(32, 200, 0), costs, 8)
+    policy.forget(np.arange(8))
+    requests = make_stream("iid:0.9").draw(48, num_tokens, 1)
+    requests.num_prompt_tokens[:] = 700
+    for _ in range(2):
+        speed = simulate(policy, requests, costs, 8, unread=True).tokens_per_s
+        policy.forget(np.arange(8))
+    off = simulate(make_policy("off"), requests, costs, 8, unread=True).tokens_per_s
+    all_along = simulate(make_policy("static:3"), requests, costs, 8, unread=True).tokens_per_s
+    assert (all_along > off) == pays, "or it is not what is to be tested"
+    assert speed > 0.97 * max(off, all_along)
+
+
+@pytest.mark.parametrize(("num_tokens", "reads"), [(20, False), (600, True)])
+def test_how_long_requests_last_is_learnt_from_those_that_ended(num_tokens: int, reads: bool) -> None:
+    """They have room for a thousand tokens, and every draft stands. The first ones need not be read."""
+    policy, rng = Auto(cost=Known(MEMORY_BOUND)), np.random.default_rng(0)
+    policy.cost.catch_up_s = lambda tokens: 2e-4 * np.asarray(tokens, np.float64)  # type: ignore[method-assign]
+    for number in range(20):
+        missed, emitted = np.full(8, 700 if number else 0), np.zeros(8, np.int64)
+        while emitted.mean() < num_tokens:
+            view = batch(8, room=1000)
+            view.num_missed = missed.copy()
+            plan = policy.plan(view)
+            missed = np.where(plan.lengths > 0, 0, missed + 1)
+            emitted += plan.lengths + 1
+            policy.observe(replace(all_rejected(plan, rng), accepted=plan.lengths))
+            policy.settle()
+        policy.forget(np.arange(8))
+    assert (missed < 700).all() == reads
+
+
 @pytest.mark.parametrize("how", ["step is lost", "nobody to plan for"])
 def test_a_look_that_came_to_nothing_is_not_the_last(how: str) -> None:
     """A step fails, everybody in it is aborted, or the next one only reads prompts."""

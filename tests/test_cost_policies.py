@@ -19,6 +19,7 @@ from dsde.policies.budgetcap import BudgetCap
 from dsde.policies.cost import CostModel, StepCost
 from dsde.policies.gate import OnOffGate
 from dsde.policies.goodput import Goodput
+from dsde.policies.lifespan import Lifespan
 from dsde.policies.nightjar import Nightjar
 from dsde.policies.percentilecap import PercentileCap
 from dsde.policies.probe import MOST_UNTIMED, Probe
@@ -1028,8 +1029,9 @@ def test_beside_prompts_a_look_is_not_taken_for_cheap(num_missed: int) -> None:
     for _ in range(4):
         probe.cost.observe(outcome_of(slots, [0] * 5, [0] * 5, verify_s=0.001))
         probe.cost.observe(outcome_of(slots, [0] * 5, [0] * 5, verify_s=0.003, num_prompt_tokens=400))
-        probe.cost.observe(outcome_of(slots, [1] * 5, [0] * 5, 0.0005, 0.001))
-        probe.cost.observe(outcome_of(slots, [1] * 5, [0] * 5, 0.014, 0.001, num_catch_up_tokens=1500))
+        if num_missed > 1:
+            probe.cost.observe(outcome_of(slots, [1] * 5, [0] * 5, 0.0005, 0.001))
+            probe.cost.observe(outcome_of(slots, [1] * 5, [0] * 5, 0.014, 0.001, num_catch_up_tokens=1500))
     view = batch_of(slots)
     view.num_prompt_tokens, view.num_missed = 1700, np.full(5, num_missed)
     probe.cost.see(view)
@@ -1037,6 +1039,23 @@ def test_beside_prompts_a_look_is_not_taken_for_cheap(num_missed: int) -> None:
     probe.save(1.0)
     assert probe.begin(view, num_tried=2)
     assert probe.lengths.all() == (num_missed == 1)
+
+
+def test_whoever_is_new_brings_less_of_the_price_the_sooner_it_will_end() -> None:
+    def num_newcomers_before_a_look(num_tokens: int) -> int:
+        lifespan = Lifespan()
+        lifespan.observe(outcome_of([9], [num_tokens - 1], [num_tokens - 1]))
+        lifespan.forget(np.array([9]))
+        probe = Probe(CostModel(), 4, lifespan)
+        probe.cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
+        for number in range(1000):
+            if probe.begin(batch_of([0])):
+                return number
+            probe.forget(np.array([0]))
+        raise AssertionError("nobody ever looks")
+
+    assert num_newcomers_before_a_look(100_000) == 0
+    assert 0 < num_newcomers_before_a_look(20) < num_newcomers_before_a_look(5) < 100
 
 
 def test_looks_come_in_pairs_where_a_draft_from_rest_takes_longer() -> None:

@@ -96,6 +96,30 @@ def test_look_ahead_is_reserved_for_the_chosen_length_only() -> None:
     assert held == {"static:1": 1, "static:18": 2}
 
 
+@pytest.mark.parametrize("draft", [DRAFT, "ngram"])
+def test_a_policy_is_told_what_the_draft_has_yet_to_read(draft: Decoder | str) -> None:
+    """Its prompt, then what came while nobody drafted; and nothing where a draft needs to have read nothing."""
+    batches: list[BatchView] = []
+
+    class Noting(Static):
+        def plan(self, batch: BatchView) -> Plan:
+            batches.append(batch)
+            self.length = 2 if len(batches) in (3, 4, 5) else 0
+            return super().plan(batch)
+
+    engine = make_engine(TARGET, draft, Noting(0))
+    engine.add(random_prompts(1, 20, 21)[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while len(batches) < 7:
+        engine.step()
+    if draft == "ngram":
+        assert all(batch.num_missed is None for batch in batches)
+        return
+    missed = [int(batch.num_missed[0]) for batch in batches if batch.num_missed is not None]
+    assert missed[:3] == [20, 21, 22]
+    assert max(missed[3:6]) <= 1
+    assert missed[6] == missed[5] + 1
+
+
 def test_what_can_never_fit_is_refused_at_once() -> None:
     engine = make_engine(TARGET, DRAFT, "off", kv_cache_bytes=4 * BLOCK_BYTES, max_model_len=200)
     with pytest.raises(InvalidInput, match=r"may grow to 70 tokens, but the KV cache holds 64"):

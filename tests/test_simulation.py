@@ -253,6 +253,20 @@ def test_a_policy_is_told_of_prompts() -> None:
         assert len(set(batch.slots.tolist())) == batch.num_decoding
 
 
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_draft_that_has_not_read_a_prompt_does_so_first(unread: bool) -> None:
+    requests = Iid(0.5).draw(9, 12, seed=0)
+    requests.num_prompt_tokens[:] = 40
+    policy, costs = Noting(), Costs(draft=Line(1.0, 0, 1.0), verify=Line(1.0))
+    simulate(policy, requests, costs, 4, unread=unread)
+    assert policy.batches[0].num_missed is not None
+    assert policy.batches[0].num_missed.tolist() == [40 * unread] * 4
+    for batch, outcome in zip(policy.batches, policy.outcomes, strict=True):
+        assert batch.num_missed is not None
+        assert outcome.num_catch_up_tokens == batch.num_missed[outcome.drafted > 0].sum()
+    assert any(outcome.num_catch_up_tokens >= 40 for outcome in policy.outcomes) == unread
+
+
 def test_klds_are_computed_only_where_somebody_needs_them() -> None:
     class Plain(Noting):
         needs = Need.NOTHING

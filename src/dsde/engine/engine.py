@@ -115,7 +115,7 @@ class Engine:
             config.tokens_per_pass(target.device),
             may_share=lambda s: not requests[s.request_id].wants_prompt_logprobs,
         )
-        self.planner = Planner(policy, self.scheduler, drafter is not None, self.metrics)
+        self.planner = Planner(policy, self.scheduler, drafter, self.metrics)
         try:
             with device_context(target.device):
                 self.target = TargetRunner(target, num_blocks)

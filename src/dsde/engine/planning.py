@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop, StopByWorth
+from dsde.drafting import Drafter
 from dsde.engine.executor import Landing
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Scheduler
@@ -41,10 +42,12 @@ class LengthPlan:
 
 
 class Planner:
-    def __init__(self, policy: Policy, scheduler: Scheduler, can_draft: bool, metrics: EngineMetrics) -> None:
+    def __init__(self, policy: Policy, scheduler: Scheduler, drafter: Drafter | None, metrics: EngineMetrics) -> None:
         self.policy = policy
         self.scheduler = scheduler
-        self.can_draft = can_draft
+        self.can_draft = drafter is not None
+        self._must_read = drafter is not None and drafter.kv_bytes_per_block > 0
+        """whether a draft has to have read a text first"""
         self.num_ahead = 0
         """tokens to reserve memory for beyond those drafted"""
         self.metrics = metrics
@@ -83,6 +86,7 @@ class Planner:
             num_decoding=len(decodes),
             num_waiting=len(self.scheduler.waiting),
             num_prompt_tokens=num_prompt_tokens,
+            num_missed=_num_missed(chosen) if self._must_read else None,
             pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
         )
         plan = None
@@ -137,6 +141,11 @@ class Planner:
             is_resumed=landing.is_resumed,
         )
         self.policy.observe(outcome)
+
+
+def _num_missed(sequences: list[Sequence]) -> IntArray:
+    """[sequences] tokens that the draft has yet to read, beside the newest."""
+    return np.array([max(len(s.tokens) - 1 - s.num_draft_computed, 0) for s in sequences], dtype=np.int64)
 
 
 def _pace(sequences: list[Sequence]) -> Pace:

@@ -14,8 +14,9 @@ import numpy as np
 
 from dsde.core.stops import StopByWorth
 from dsde.policies.acceptance import HIGHEST, AcceptanceModel
-from dsde.policies.base import BatchView, FloatArray, IntArray, Need, Outcome, Plan, Policy
+from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Need, Outcome, Plan, Policy
 from dsde.policies.cost import CostModel
+from dsde.policies.lifespan import Lifespan
 from dsde.policies.limits import LONGEST, check_whole
 from dsde.policies.menu import Menu
 from dsde.policies.price import find_prices
@@ -34,6 +35,8 @@ PATIENCE = 3
 accident, and whoever begins again has to read what the draft missed"""
 CLEAR_LOSS = 0.15
 """of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
+NUM_IN_PASSING = 2
+"""tokens that a draft reads beside the newest without taking longer"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -97,10 +100,11 @@ class Auto(Policy):
         # One measurement may be an accident, and whoever it puts off would never make another.
         self.cost = cost or CostModel(num_tried=NUM_TRIED, is_flat_below=True)
         self.acceptance = AcceptanceModel()
+        self._lifespan = Lifespan()
         self._gain = 1.0
         """realised over planned rate while drafting, lately"""
         self._reach = min(FIRST_REACH, max)
-        self._probe = Probe(self.cost, max, welcomes=True)
+        self._probe = Probe(self.cost, max, self._lifespan)
         self._menu = Menu(max)
         self._current: _Draft | None = None
         self._next: _Draft | None = None
@@ -151,7 +155,11 @@ class Auto(Policy):
     def forget(self, slots: IntArray) -> None:
         self._learn()
         self._drop_next()
+        if self._current is not None:
+            # What drafting would have saved of theirs is no reason to read the prompts of others.
+            self._foregone_s *= max(1 - slots.size / max(self._current.batch.num_sequences, 1), 0.0)
         self.acceptance.forget(slots)
+        self._lifespan.forget(slots)
         self.cost.forget(slots)
         self._probe.forget(slots)
 
@@ -171,6 +179,7 @@ class Auto(Policy):
             self._num_blind = 0
         plain_s = float(self.cost.verify_s(outcome.num_plain_tokens))
         self.acceptance.observe(outcome)
+        self._lifespan.observe(outcome)
         if draft.is_probing:
             self._probe.end(step, plain_s, outcome.is_resumed)
         self._num_doubtful = self._num_doubtful + 1 if draft.is_doubtful else 0
@@ -260,12 +269,26 @@ class Auto(Policy):
             is_clear = choice.rate * self._gain < (1 - CLEAR_LOSS) * choice.rate_off
             is_patient = self._drafts and self._num_doubtful < PATIENCE and not is_clear
             return is_patient and bool(choice.lengths.any()), 0.0
+        saved_s = 1 / choice.rate_off - 1 / (choice.rate * self._gain)
+        # Whoever is new may not be worth reading its prompt for.
+        choice.lengths = np.where(self._is_worth_reading(batch, saved_s), choice.lengths, 0)
+        if not choice.lengths.any():
+            return False, 0.0
         if self._drafts or self._missing_s(batch) <= 0:
             return True, 0.0
-        return False, batch.num_sequences * (1 / choice.rate_off - 1 / (choice.rate * self._gain))
+        return False, batch.num_sequences * saved_s
 
     def _seems_to_pay(self, choice: _Choice) -> bool:
         return choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
+
+    def _is_worth_reading(self, batch: BatchView, saved_s: float) -> BoolArray:
+        """[batch] whether drafts, which save so much a token, will save what it costs to have the draft read first."""
+        behind = self.cost.behind(batch.slots)
+        behind = np.where(behind > NUM_IN_PASSING, behind, 0)
+        num_behind = max(int(behind.sum()), 1)
+        shares_s = behind * float(self.cost.catch_up_s(num_behind)) / num_behind
+        worth: BoolArray = saved_s * self._lifespan.num_left(batch.rooms) >= shares_s
+        return worth
 
     def _missing_s(self, batch: BatchView) -> float:
         """What beginning costs beyond what drafting would have saved so far."""

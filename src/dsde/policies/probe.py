@@ -12,10 +12,13 @@ import numpy as np
 
 from dsde.policies.base import BatchView, BoolArray, IntArray
 from dsde.policies.cost import CostModel, StepCost
+from dsde.policies.lifespan import Lifespan
 from dsde.policies.slots import SlotTable
 
 SHARE = 0.01
 """of the time without speculation, that may go into probes"""
+SHARE_OF_NEW = 0.02
+"""of the time that those who are new will take"""
 MOST_STEPS = 2.0
 """without drafts, that a probe is taken to cost at most"""
 MOST_UNTIMED = 4
@@ -35,13 +38,13 @@ class _Sequences(SlotTable):
 
 
 class Probe:
-    def __init__(self, cost: CostModel, max_length: int, welcomes: bool = False) -> None:
-        """With `welcomes` those who are new bring some of the price of a probe: for who tells sequences apart."""
+    def __init__(self, cost: CostModel, max_length: int, lifespan: Lifespan | None = None) -> None:
+        """With a `lifespan` those who are new bring some of the price of a probe: for who tells sequences apart."""
         self.cost = cost
         self.max_length = max_length
         self.lengths = np.zeros(0, np.int64)
         """of the draft that was last found the price of"""
-        self._welcomes = welcomes
+        self._lifespan = lifespan
         self._num_open = 0
         """looks that were begun and not ended"""
         self._num_due = 0
@@ -90,16 +93,17 @@ class Probe:
         most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
         everybody = np.minimum(batch.rooms, 1)
         is_untried = self.cost.num_verified(batch.num_sequences + int(everybody.sum())) < num_tried
+        catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
         # Beside prompts it would be tried as part of something larger.
-        if is_untried and not batch.num_prompt_tokens and float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s:
+        if is_untried and not batch.num_prompt_tokens and catch_up_s <= most_s:
             self.lengths, self._expected_s = everybody, self._cost_s(batch, everybody)
             self._price_s = min(self._expected_s, most_s)
             return True
         self._choose(batch, most_s)
         # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
         self._price_s = min(self._expected_s, most_s)
-        if self._welcomes:
-            self._saved_s += self._share_of_new(batch) * self._price_s
+        if self._lifespan is not None:
+            self._welcome(batch, self._lifespan)
         self._saved_s = min(self._saved_s, 2 * self._price_s)
         return self._saved_s >= self._price_s
 
@@ -141,12 +145,17 @@ class Probe:
         self.pass_over()
         self._sequences.reset(slots)
 
-    def _share_of_new(self, batch: BatchView) -> float:
-        """Of a price, for those who were not there before: nobody knows how easy they are. Many are not all alike."""
+    def _welcome(self, batch: BatchView, lifespan: Lifespan) -> None:
+        """Those who were not there before bring some of the price: nobody knows how easy they are. Many are not all
+        alike. Not more than a share of the time that they will take."""
         self._sequences.cover(batch.slots)
-        num, num_known = batch.slots.size, int(self._sequences.is_known[batch.slots].sum())
+        is_new = ~self._sequences.is_known[batch.slots]
         self._sequences.is_known[batch.slots] = True
-        return float((num - num_known) / num**1.5)
+        if is_new.any():
+            num = batch.slots.size
+            step_s = float(self.cost.verify_s(batch.num_sequences))
+            most_s = SHARE_OF_NEW * step_s * float(lifespan.num_left(batch.rooms[is_new]).sum()) / num
+            self._saved_s += min(np.count_nonzero(is_new) / num**1.5 * self._price_s, most_s)
 
     def _choose(self, batch: BatchView, most_s: float) -> None:
         """A token of everybody, or a few of few, where much would have to be read first: those with the least to catch

@@ -75,13 +75,15 @@ def simulate(
     batch_size: int | None = None,
     *,
     prompts: bool = False,
+    unread: bool = False,
     tpot_s: FloatArray | None = None,
 ) -> Result:
     """Run until as many requests have ended as there are.
 
     With a batch size the batch is always full: whoever ends is replaced, by the first requests again once all have had
     their turn, and the run ends with a full batch. Without one all requests start at once and nobody replaces them.
-    With `prompts` a request spends its first step on reading its prompt, in the same target pass as everybody else.
+    With `prompts` a request spends its first step on reading its prompt, in the same target pass as everybody else;
+    with `unread` its draft has yet to read it, before it drafts for the first time.
     `tpot_s` [request] are the seconds a token that requests ask for, from the step on in which they begin to decode;
     infinite: none. `policy` must be fresh.
     """
@@ -89,7 +91,7 @@ def simulate(
         raise InvalidInput(f"batch size must be from 1 to the number of requests, {requests.size}, not {batch_size}")
     if policy.needs & Need.TOKEN_PROB:
         raise InvalidInput("this policy needs the probabilities of drafted tokens, which a simulation does not know")
-    simulator = _Simulator(policy, requests, costs, batch_size, prompts, tpot_s)
+    simulator = _Simulator(policy, requests, costs, batch_size, prompts, unread, tpot_s)
     while simulator.result.num_requests < requests.size:
         simulator.step()
     return simulator.result
@@ -103,12 +105,14 @@ class _Simulator:
         costs: Costs | MeasuredCosts,
         batch_size: int | None,
         prompts: bool,
+        unread: bool,
         tpot_s: FloatArray | None,
     ) -> None:
         self.policy, self.requests, self.costs = policy, requests, costs
         self.tpot_s = np.full(requests.size, np.inf) if tpot_s is None else tpot_s
         self.replaces = batch_size is not None
         self.reads_prompts = prompts
+        self.are_unread = unread
         self.result = Result()
         num_slots = requests.size if batch_size is None else batch_size
         self.num_admitted = 0
@@ -140,6 +144,7 @@ class _Simulator:
             num_decoding=slots.size,
             num_waiting=max(self.requests.size - self.num_admitted, 0),
             num_prompt_tokens=int(self.requests.num_prompt_tokens[self.rows[self.reading]].sum()),
+            num_missed=self.num_missed[slots],
             pace=Pace(self.tpot_s[rows], self.result.total_s - self.began_s[slots], positions),
         )
         accepted = self._decode(batch, rows, positions) if slots.size else np.empty(0, np.int64)
@@ -246,7 +251,8 @@ class _Simulator:
 
     def _admit(self, slots: IntArray) -> None:
         self.rows[slots] = np.arange(self.num_admitted, self.num_admitted + slots.size) % self.requests.size
-        self.positions[slots] = self.num_missed[slots] = 0
+        self.positions[slots] = 0
+        self.num_missed[slots] = self.requests.num_prompt_tokens[self.rows[slots]] if self.are_unread else 0
         self.began_s[slots] = self.result.total_s
         self.num_admitted += slots.size
         if self.reads_prompts:

@@ -1,0 +1,50 @@
+"""How many tokens a request may be expected to have yet, from how many others had. Knows nothing of texts.
+
+Whether it is worth having a draft read a prompt depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsde.policies.base import FloatArray, IntArray, Outcome
+from dsde.policies.slots import SlotTable
+
+MEMORY = 16.0
+"""requests after which one counts about a third"""
+
+
+@dataclass
+class _Sequences(SlotTable):
+    num_emitted: IntArray
+
+
+class Lifespan:
+    """Requests are taken to end at any token alike: whatever one has had, it is expected to have as many as the mean of
+    those that have ended, and no more than it has room for. Before any has ended there is only that."""
+
+    def __init__(self) -> None:
+        self._mean = np.inf
+        self._num_ended = 0
+        self._sequences = _Sequences(num_emitted=np.zeros(1, np.int64))
+
+    def observe(self, outcome: Outcome) -> None:
+        self._sequences.cover(outcome.slots)
+        self._sequences.num_emitted[outcome.slots] += outcome.accepted + outcome.num_steps
+
+    def forget(self, slots: IntArray) -> None:
+        """These have ended."""
+        self._sequences.cover(slots)
+        for num_emitted in self._sequences.num_emitted[slots].tolist():
+            if num_emitted:
+                self._num_ended += 1
+                known = 0.0 if self._num_ended == 1 else self._mean
+                self._mean = known + (num_emitted - known) / min(self._num_ended, MEMORY)
+        self._sequences.reset(slots)
+
+    def num_left(self, rooms: IntArray) -> FloatArray:
+        """[sequences] with so much room"""
+        left: FloatArray = np.minimum(rooms + 1.0, self._mean)
+        return left

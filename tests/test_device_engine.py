@@ -758,6 +758,14 @@ def test_only_what_is_all_but_sure_is_not_waited_for() -> None:
     foresight.learn(2, False)
     foresight.learn(2, False)
     assert not foresight.is_sure(2)
+    new = Foresight()
+    for _ in range(16):  # a dozen short drafts are enough to go by
+        new.learn(1, True)
+        new.learn_end(False, 0)
+    assert new.is_sure(1)
+    assert new.is_sure_of_end(0, 0)
+    new.learn(1, False)
+    assert not new.is_sure(1)
     rng = random.Random(0)
     share = {}
     for chance in (0.01, 0.1):

@@ -17,27 +17,39 @@ MANY = 8
 """So many or more that are expected to go on are alike."""
 
 
+class _Chance:
+    """Of what happened at times: the mean of all, as long as there are few, and one of them is a toss-up."""
+
+    __slots__ = ("_num", "value")
+
+    def __init__(self) -> None:
+        self.value, self._num = 0.5, 1
+
+    def learn(self, happened: bool) -> None:
+        self._num = min(self._num + 1, MEMORY)
+        self.value += (happened - self.value) / self._num
+
+
 class Foresight:
     def __init__(self) -> None:
-        self._chances = [0.5] * (MANY + 1)
-        """that nobody goes on, by how many were expected to"""
-        self._surprises = [0.5, 0.5]
-        """chance that something else is decided than that all drafts are over, where nobody was expected to go on: on
-        first tokens, and on later ones"""
+        self._no_one = [_Chance() for _ in range(MANY + 1)]
+        """goes on, by how many were expected to"""
+        self._surprises = [_Chance(), _Chance()]
+        """that something else is decided than that all drafts are over, where nobody was expected to go on: on first
+        tokens, and on later ones"""
 
     def is_sure(self, num_expected: int) -> bool:
         """Whether somebody goes on where so many are expected to, but for a risk that is worth taking."""
-        return self._chances[min(num_expected, MANY)] < MOST_WASTE
+        return self._no_one[min(num_expected, MANY)].value < MOST_WASTE
 
     def is_sure_of_end(self, num_expected: int, depth: int) -> bool:
         """Whether all drafts are over where so many are expected to go on behind a token of this depth, and keep what
         they have."""
-        return num_expected == 0 and self._surprises[depth > 0] < MOST_SURPRISE
+        return num_expected == 0 and self._surprises[depth > 0].value < MOST_SURPRISE
 
     def learn(self, num_expected: int, somebody_goes_on: bool) -> None:
-        place = min(num_expected, MANY)
-        self._chances[place] += ((not somebody_goes_on) - self._chances[place]) / MEMORY
+        self._no_one[min(num_expected, MANY)].learn(not somebody_goes_on)
 
     def learn_end(self, is_surprise: bool, depth: int) -> None:
         """Where nobody was expected to go on."""
-        self._surprises[depth > 0] += (is_surprise - self._surprises[depth > 0]) / MEMORY
+        self._surprises[depth > 0].learn(is_surprise)

@@ -5,10 +5,10 @@
 Every group of prompts runs until an engine meets no new shapes of passes any more, six times at most: graphs are
 captured and prompts cached by then, so that what is measured is decoding. Then policies take turns, back and forth, and
 the fastest of `--rounds` turns counts. A turn that met a new shape all the same, which takes tens of milliseconds once
-in an engine's life, is taken again, twice at most. `cold` counts the steps of a turn that were still so. Under each table `auto`
-is compared with the best static length of every category and with the best for all of them, and with `off`, within each
-round; printed are means over rounds with their 95 % interval. Everything measured so far is in `--out` after every
-category.
+in an engine's life, is taken again, twice at most. `cold` counts the steps of a turn that were still so. Under each
+table `auto` is compared with the best static length of every category and with the best for all of them, and with
+`off`, within each round; printed are means over rounds with their 95 % interval. Everything measured so far is in
+`--out` after every category.
 """
 
 from __future__ import annotations

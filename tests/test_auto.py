@@ -488,6 +488,34 @@ def test_how_long_requests_last_is_learnt_from_those_that_ended(num_tokens: int,
     assert (missed < 700).all() == reads
 
 
+@pytest.mark.parametrize("num_told_at_once", [1, 5])
+def test_who_asks_during_a_rest_is_told_what_is_left_of_it(num_told_at_once: int) -> None:
+    """Without another thought, as a device may be waiting; unless somebody has come."""
+    policy, rng, thoughts = Auto(), np.random.default_rng(0), 0
+    think = policy._draft
+
+    def counted(view: BatchView):  # type: ignore[no-untyped-def]
+        nonlocal thoughts
+        thoughts += 1
+        return think(view)
+
+    policy._draft = counted  # type: ignore[method-assign]
+    while (plan := policy.plan(batch(8))).num_resting < 40:
+        policy.observe(all_rejected(plan, rng))
+        policy.settle()
+    before, left = thoughts, plan.num_resting
+    for _ in range(4):
+        policy.observe(replace(all_rejected(plan, rng), num_steps=num_told_at_once))
+        policy.settle()
+        plan = policy.plan(batch(8))
+        left -= num_told_at_once
+        assert plan.num_resting == left
+        assert not plan.lengths.any()
+    assert thoughts == before
+    policy.plan(batch(9))
+    assert thoughts == before + 1
+
+
 @pytest.mark.parametrize("how", ["step is lost", "nobody to plan for"])
 def test_a_look_that_came_to_nothing_is_not_the_last(how: str) -> None:
     """A step fails, everybody in it is aborted, or the next one only reads prompts."""

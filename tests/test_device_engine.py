@@ -766,6 +766,11 @@ def test_only_what_is_all_but_sure_is_not_waited_for() -> None:
     assert new.is_sure_of_end(0, 0)
     new.learn(1, False)
     assert not new.is_sure(1)
+    assert not new.may_end(1)
+    assert new.may_end(2)
+    for _ in range(16):
+        new.learn(1, False)
+    assert new.may_end(1)
     rng = random.Random(0)
     share = {}
     for chance in (0.01, 0.1):

@@ -96,6 +96,27 @@ def test_look_ahead_is_reserved_for_the_chosen_length_only() -> None:
     assert held == {"static:1": 1, "static:18": 2}
 
 
+def test_spare_memory_is_given_back_to_who_waits_for_it() -> None:
+    """Blocks for tokens to come, as long as nobody needs them."""
+    engine = make_engine(TARGET, None, kv_cache_bytes=12 * BLOCK_BYTES // 2)
+    engine.scheduler.num_spare = 4 * BLOCK_SIZE
+    pool, params = engine.scheduler.pool, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    engine.add(random_prompts(1, 10, 11)[0], params)
+    for _ in range(3):
+        engine.step()
+    first = engine.scheduler.running[0]
+    assert len(first.block_table) == 1 + 4
+    assert pool.num_free == pool.num_blocks - 5
+    engine.add(random_prompts(1, 8 * BLOCK_SIZE, 8 * BLOCK_SIZE + 1)[0], SamplingParams(max_tokens=2))
+    engine.step()
+    assert len(engine.scheduler.running) == 1
+    engine.step()
+    assert len(engine.scheduler.running) == 2
+    assert len(first.block_table) <= 2
+    run(engine)
+    check_nothing_is_held(engine)
+
+
 @pytest.mark.parametrize("draft", [DRAFT, "ngram"])
 def test_a_policy_is_told_what_the_draft_has_yet_to_read(draft: Decoder | str) -> None:
     """Its prompt, then what came while nobody drafted; and nothing where a draft needs to have read nothing."""

@@ -11,6 +11,8 @@ takes 4 % longer or more"""
 MOST_SURPRISE = 0.1
 """chance that a draft which is expected to be over is not, up to which that is not worth waiting for: one that goes on
 would bring a third of a step's tokens or so, and to wait takes a few hundredths of a step"""
+LEAST_LIKELY = 0.25
+"""chance that nobody goes on, from which on it is worth preparing for that while it is decided"""
 MEMORY = 32
 """decisions after which an older one counts about a third"""
 MANY = 8
@@ -46,6 +48,10 @@ class Foresight:
         """Whether all drafts are over where so many are expected to go on behind a token of this depth, and keep what
         they have."""
         return num_expected == 0 and self._surprises[depth > 0].value < MOST_SURPRISE
+
+    def may_end(self, num_expected: int) -> bool:
+        """Whether drafts end often enough, where so many are expected to go on, to prepare for that."""
+        return self._no_one[min(num_expected, MANY)].value > LEAST_LIKELY
 
     def learn(self, num_expected: int, somebody_goes_on: bool) -> None:
         self._no_one[min(num_expected, MANY)].learn(not somebody_goes_on)

@@ -43,6 +43,9 @@ from dsde.policies import Policy
 from dsde.sampling import Sampler
 from dsde.verification import top_logprobs
 
+NUM_SPARE = 4 * BLOCK_SIZE
+"""tokens that a sequence has memory for beyond those it has, if there is any: a device can be given steps ahead until
+somebody needs more"""
 _MOST_FLIGHTS = 2
 """One more would only make the end of a request known later."""
 
@@ -126,7 +129,7 @@ class Engine:
             raise OutOfMemory(describe_shortage(target.device, config)) from error
         if self.executor.is_asynchronous:
             self.planner.num_ahead = self.executor.num_ahead
-            self.scheduler.num_spare = BLOCK_SIZE
+            self.scheduler.num_spare = NUM_SPARE
         self._flights: deque[_StepInFlight] = deque()
         """steps under way, the next to land first"""
         self._unreported: deque[_Emission] = deque()

@@ -83,7 +83,7 @@ class Scheduler:
 
     def settle(self, sequence: Sequence) -> None:
         """After a step: give back look-ahead that was not used, and let others share what is full."""
-        keep = blocks_for(len(sequence.tokens) + self.num_spare)
+        keep = blocks_for(len(sequence.tokens) + (0 if self._is_short else self.num_spare))
         if len(sequence.block_table) > keep:
             self.pool.release(sequence.block_table[keep:])
             del sequence.block_table[keep:]
@@ -95,6 +95,11 @@ class Scheduler:
         for place in range(sequence.num_draft_shared_blocks, num_draft_full):
             self.pool.draft_valid[sequence.block_table[place]] = True
         sequence.num_draft_shared_blocks = num_draft_full
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether somebody waits for memory."""
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs
 
     def restart(self) -> None:
         """Whatever runs gives up its blocks and is computed again; nothing that the cache holds is trusted."""
@@ -123,9 +128,11 @@ class Scheduler:
                     work.preempted.append(victim)
                     if victim is sequence:
                         return
-                if self.num_spare and self.pool.num_free > needed + len(self.running):
+                if self.num_spare and not self._is_short:
                     longest = sequence.num_prompt_tokens + sequence.max_tokens
-                    needed = blocks_for(min(num_tokens + self.num_spare, longest)) - len(sequence.block_table)
+                    wanted = blocks_for(min(num_tokens + self.num_spare, longest)) - len(sequence.block_table)
+                    # The others must not have to wait for theirs.
+                    needed = max(needed, min(wanted, self.pool.num_free - len(self.running) - 1))
                 if needed > 0:
                     sequence.block_table += self.pool.allocate(needed)
                 work.decodes.append(sequence)

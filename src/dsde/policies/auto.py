@@ -110,6 +110,8 @@ class Auto(Policy):
         self._next: _Draft | None = None
         self._num_observed = 0
         """outcomes of the current plan"""
+        self._num_rested = 0
+        """steps that they stand for"""
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
         self._drafts = False
@@ -127,11 +129,16 @@ class Auto(Policy):
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
         has_missed = self.cost.see(batch)
+        if not has_missed and self._rests(batch):
+            assert self._current is not None
+            self._current.plan.num_resting -= self._num_rested
+            self._current.batch, self._num_observed, self._num_rested = batch, 0, 0
+            return self._current.plan
         if self._next is not None and (has_missed or not self._next.fits(batch)):
             self._drop_next()
         draft = self._next or self._draft(batch)
         draft.batch = batch
-        self._current, self._next, self._num_observed = draft, None, 0
+        self._current, self._next, self._num_observed, self._num_rested = draft, None, 0, 0
         # Whoever only has to know what a step without drafts costs goes on behind it.
         self._drafts = draft.plan.stop is not None or (draft.is_blind and self._drafts)
         self._num_blind += draft.is_blind
@@ -143,14 +150,22 @@ class Auto(Policy):
         if self._current is not None:
             self._unlearnt.append((outcome, self._current))
         self._num_observed += 1
+        self._num_rested += outcome.num_steps
         if self._num_observed > 1:  # all rested: what was thought of at the beginning of that is old
             self._drop_next()
 
     def settle(self) -> None:
         self._learn()
         self._drop_next()  # made for a step that had nobody to plan for
-        if self._current is not None:
+        if self._current is not None and not self._current.plan.num_resting:
             self._next = self._draft(self._current.batch)
+
+    def _rests(self, batch: BatchView) -> bool:
+        """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
+        current = self._current
+        if current is None or not 0 < self._num_rested <= current.plan.num_resting:
+            return False
+        return current.fits(batch)
 
     def forget(self, slots: IntArray) -> None:
         self._learn()

@@ -33,6 +33,7 @@ _IN_BLOCK = BLOCK_SIZE - 1
 
 MOST_GRAPH_TOKENS = 1024
 """Beyond it a pass computes longer than its launches take."""
+_MOST_SHAPES = 8192
 MOST_GRAPHS = 512
 """of one model: enough for any traffic that lasts, and a bound to memory for one that never repeats itself"""
 
@@ -194,6 +195,8 @@ class PassRunner:
         self.num_captured = 0
         self.num_cold = 0
         """passes that were not replayed although their size has graphs: some ten times as slow as those that are"""
+        self._shapes: dict[tuple[Any, ...], PassShape] = {}
+        """of graphs, by all that they follow from"""
         self._passes: OrderedDict[PassShape, Pass] = OrderedDict()
         """those used last at the end"""
         self._pool: Any = None
@@ -222,8 +225,32 @@ class PassRunner:
     ) -> PassShape:
         """The bucket for sequences of these lengths. `num_rows` None: all rows have logits; `pad`: to which size, where
         sizes are different every time, and padding is cheaper than graphs for all of them."""
-        num_tokens, num_seqs, longest, heads = rows.count, len(contexts), rows.longest, self.heads
-        is_graph = may_graph and num_tokens <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
+        is_graph = may_graph and rows.count <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
+        context = context_bucket(int(contexts.max()))
+        if not is_graph:
+            return self._make_shape(rows, len(contexts), num_rows, context, False, in_parts, pad, variant)
+        # Of what a pass is made for while the device waits: mostly it has been made before.
+        key = (rows.count, rows.longest, len(contexts), num_rows, context, in_parts, pad, variant)
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            shape = self._make_shape(rows, len(contexts), num_rows, context, True, in_parts, pad, variant)
+            self._shapes[key] = shape
+        return shape
+
+    def _make_shape(
+        self,
+        rows: RaggedRows,
+        num_seqs: int,
+        num_rows: int | None,
+        context: int,
+        is_graph: bool,
+        in_parts: bool,
+        pad: Callable[[int], int] | None,
+        variant: tuple[Any, ...],
+    ) -> PassShape:
+        num_tokens, longest, heads = rows.count, rows.longest, self.heads
         per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
         if is_graph and longest == 1:
             num_tokens = num_items = num_seqs = (pad or bucket)(num_seqs)
@@ -241,7 +268,6 @@ class PassRunner:
             padded_rows = num_seqs if num_rows <= num_seqs else bucket(num_rows)
         else:
             padded_rows = num_rows
-        context = context_bucket(int(contexts.max()))
         return PassShape(
             num_tokens=num_tokens,
             num_seqs=num_seqs,

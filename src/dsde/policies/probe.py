@@ -16,9 +16,7 @@ from dsde.policies.lifespan import Lifespan
 from dsde.policies.slots import SlotTable
 
 SHARE = 0.01
-"""of the time without speculation, that may go into probes"""
-SHARE_OF_NEW = 0.02
-"""of the time that those who are new will take"""
+"""of the time without speculation, that may go into probes; and of that which those who are new will take"""
 MOST_STEPS = 2.0
 """without drafts, that a probe is taken to cost at most"""
 MOST_UNTIMED = 4
@@ -147,14 +145,14 @@ class Probe:
 
     def _welcome(self, batch: BatchView, lifespan: Lifespan) -> None:
         """Those who were not there before bring some of the price: nobody knows how easy they are. Many are not all
-        alike. Not more than a share of the time that they will take."""
+        alike. Not more than the share of the time that they will take."""
         self._sequences.cover(batch.slots)
         is_new = ~self._sequences.is_known[batch.slots]
         self._sequences.is_known[batch.slots] = True
         if is_new.any():
             num = batch.slots.size
             step_s = float(self.cost.verify_s(batch.num_sequences))
-            most_s = SHARE_OF_NEW * step_s * float(lifespan.num_left(batch.rooms[is_new]).sum()) / num
+            most_s = SHARE * step_s * float(lifespan.num_left(batch.rooms[is_new]).sum()) / num
             self._saved_s += min(np.count_nonzero(is_new) / num**1.5 * self._price_s, most_s)
 
     def _choose(self, batch: BatchView, most_s: float) -> None:

@@ -460,13 +460,14 @@ def test_a_prompt_is_read_where_drafts_will_have_paid_for_it(num_tokens: int, pa
     policy.forget(np.arange(8))
     requests = make_stream("iid:0.9").draw(48, num_tokens, 1)
     requests.num_prompt_tokens[:] = 700
-    for _ in range(2):
-        speed = simulate(policy, requests, costs, 8, unread=True).tokens_per_s
+    speeds = []
+    for _ in range(6):  # a look now and then
+        speeds.append(simulate(policy, requests, costs, 8, unread=True).tokens_per_s)
         policy.forget(np.arange(8))
     off = simulate(make_policy("off"), requests, costs, 8, unread=True).tokens_per_s
     all_along = simulate(make_policy("static:3"), requests, costs, 8, unread=True).tokens_per_s
     assert (all_along > off) == pays, "or it is not what is to be tested"
-    assert speed > 0.97 * max(off, all_along)
+    assert np.mean(speeds) > 0.97 * max(off, all_along)
 
 
 @pytest.mark.parametrize(("num_tokens", "reads"), [(20, False), (600, True)])

@@ -422,29 +422,32 @@ def test_it_rests_while_what_it_forgoes_does_not_pay_for_beginning() -> None:
     assert max(rests) > 2
 
 
-def test_what_drafts_would_have_saved_of_others_is_no_reason_to_begin() -> None:
-    """Who has ended takes along what was foregone: the next ones may end before they have paid for their prompts."""
-    policy, rng = Auto(cost=Known(MEMORY_BOUND)), np.random.default_rng(0)
-    policy.cost.catch_up_s = lambda tokens: np.asarray(0.05 * (np.asarray(tokens) > 0))  # type: ignore[method-assign]
-    policy.cost.num_behind = lambda slots: 4096  # type: ignore[method-assign]
+@pytest.mark.parametrize("has_prompts", [True, False])
+def test_what_drafts_would_have_saved_of_others_is_no_reason_to_read_prompts(has_prompts: bool) -> None:
+    """Who has ended takes along what was foregone, by as much as there is to read of those who are new."""
+    rng, cost = np.random.default_rng(0), Known(MEMORY_BOUND)
+    cost.catch_up_s = lambda tokens: 1e-5 * np.asarray(tokens, np.float64)  # type: ignore[method-assign]
+    policy, missed = Auto(cost=cost), np.full(8, 700)
 
     def num_steps_until_it_begins(most: int = 1000) -> int:
-        num_steps = 0
-        while num_steps < most:
-            plan = policy.plan(batch(8))
+        nonlocal missed
+        for num_steps in range(most):
+            view = batch(8)
+            view.num_missed = missed.copy()
+            plan = policy.plan(view)
             if plan.stop is not None:
-                break
-            for _ in range(min(1 + plan.num_resting, most - num_steps)):
-                policy.observe(replace(all_rejected(plan, rng), accepted=plan.lengths))
-                num_steps += 1
+                return num_steps
+            missed = np.where(plan.lengths > 0, 0, missed + 1)
+            policy.observe(replace(all_rejected(plan, rng), accepted=plan.lengths))
             policy.settle()
-        return num_steps
+        return most
 
     alone = num_steps_until_it_begins()
-    policy = Auto(cost=policy.cost)
+    policy, missed = Auto(cost=cost), np.full(8, 700)
     assert num_steps_until_it_begins(alone - 2) == alone - 2
     policy.forget(np.arange(8))
-    assert num_steps_until_it_begins() > alone / 2
+    missed[:] = 700 if has_prompts else 0
+    assert (num_steps_until_it_begins() > alone / 2) == has_prompts
 
 
 @pytest.mark.parametrize(("num_tokens", "pays"), [(20, False), (400, True)])

@@ -119,6 +119,8 @@ class Auto(Policy):
         """of the newest drafts"""
         self._foregone_s = 0.0
         """that drafting would have saved since it was last believed to save nothing"""
+        self._ended = np.empty(0, np.int64)
+        """slots given back since the last plan"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
 
     @property
@@ -129,6 +131,7 @@ class Auto(Policy):
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
         has_missed = self.cost.see(batch)
+        self._meet(batch)
         if not has_missed and self._rests(batch):
             assert self._current is not None
             self._current.plan.num_resting -= self._num_rested
@@ -160,6 +163,14 @@ class Auto(Policy):
         if self._current is not None and not self._current.plan.num_resting:
             self._next = self._draft(self._current.batch)
 
+    def _meet(self, batch: BatchView) -> None:
+        """What drafting would have saved of others is no reason to read the prompts of those who are new."""
+        if self._foregone_s and self._current is not None:
+            is_new = ~np.isin(batch.slots, self._current.batch.slots) | np.isin(batch.slots, self._ended)
+            behind = self.cost.behind(batch.slots)
+            self._foregone_s *= 1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0)
+        self._ended = np.empty(0, np.int64)
+
     def _rests(self, batch: BatchView) -> bool:
         """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
         current = self._current
@@ -170,9 +181,7 @@ class Auto(Policy):
     def forget(self, slots: IntArray) -> None:
         self._learn()
         self._drop_next()
-        if self._current is not None:
-            # What drafting would have saved of theirs is no reason to read the prompts of others.
-            self._foregone_s *= max(1 - slots.size / max(self._current.batch.num_sequences, 1), 0.0)
+        self._ended = np.concatenate((self._ended, slots))
         self.acceptance.forget(slots)
         self._lifespan.forget(slots)
         self.cost.forget(slots)

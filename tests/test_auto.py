@@ -376,19 +376,22 @@ def test_while_it_rests_it_says_for_how_long() -> None:
     assert sum(rest == 0 for rest in rests[100:]) >= 5  # and looks again
 
 
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("spec", ["auto", "goodput"])
-def test_looks_come_in_pairs_where_drafts_from_rest_are_told_from_others(spec: str) -> None:
+def test_looks_come_in_pairs_where_drafts_from_rest_are_told_from_others(spec: str, counts: bool) -> None:
     """One behind the other, the second planned before the first is over; and drafting is begun at the price of drafts
     that go on, though one from rest takes ten times as long."""
     rng, policy = np.random.default_rng(0), make_policy(spec)
-    rows = batch(2)
+    rows, missed = batch(2), np.full(2, 60)
     drafts: list[bool] = []
     for number in range(3000):
         chance = 0.95 if number > 2000 else 0.0
+        rows.num_missed = missed.copy() if counts else None
         plan = policy.plan(rows)
         policy.settle()
         lengths = np.minimum(plan.lengths, 4)
         drafts.append(bool(lengths.any()))
+        missed = np.where(lengths > 0, 0, missed + 1)
         stands = rng.random((2, 4)) < chance
         accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), lengths)
         found = outcome(lengths.tolist(), accepted.tolist(), verify_s=4e-3)
@@ -482,7 +485,7 @@ def test_how_long_requests_last_is_learnt_from_those_that_ended(num_tokens: int,
         missed, emitted = np.full(8, 700 if number else 0), np.zeros(8, np.int64)
         while emitted.mean() < num_tokens:
             view = batch(8, room=1000)
-            view.num_missed = missed.copy()
+            view.num_missed, view.num_left = missed.copy(), np.full(8, 1000)
             plan = policy.plan(view)
             missed = np.where(plan.lengths > 0, 0, missed + 1)
             emitted += plan.lengths + 1
@@ -517,6 +520,14 @@ def test_who_asks_during_a_rest_is_told_what_is_left_of_it(num_told_at_once: int
         assert not plan.lengths.any()
     assert thoughts == before
     policy.plan(batch(9))
+    assert thoughts == before + 1
+    while (plan := policy.plan(batch(8))).num_resting < 40:
+        policy.observe(all_rejected(plan, rng))
+        policy.settle()
+    policy.observe(all_rejected(plan, rng))
+    policy.forget(np.array([3]))  # another one is in its place
+    before = thoughts
+    policy.plan(batch(8))
     assert thoughts == before + 1
 
 

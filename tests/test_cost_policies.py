@@ -1044,12 +1044,15 @@ def test_beside_prompts_a_look_is_not_taken_for_cheap(num_missed: int) -> None:
 def test_whoever_is_new_brings_less_of_the_price_the_sooner_it_will_end() -> None:
     def num_newcomers_before_a_look(num_tokens: int) -> int:
         lifespan = Lifespan()
+        lifespan.see(np.array([9]))
         lifespan.observe(outcome_of([9], [num_tokens - 1], [num_tokens - 1]))
         lifespan.forget(np.array([9]))
         probe = Probe(CostModel(), 4, lifespan)
         probe.cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
+        view = batch_of([0])
+        view.num_left = np.array([1000])
         for number in range(1000):
-            if probe.begin(batch_of([0])):
+            if probe.begin(view):
                 return number
             probe.forget(np.array([0]))
         raise AssertionError("nobody ever looks")

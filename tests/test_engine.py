@@ -117,6 +117,18 @@ def test_spare_memory_is_given_back_to_who_waits_for_it() -> None:
     check_nothing_is_held(engine)
 
 
+def test_nobody_is_thrown_out_for_memory_that_others_keep_to_spare() -> None:
+    """Without any to spare these fit."""
+    engine = make_engine(TARGET, None, kv_cache_bytes=13 * BLOCK_BYTES // 2)
+    engine.scheduler.num_spare = 4 * BLOCK_SIZE
+    for number, (num_prompt_tokens, max_tokens) in enumerate([(4, 98), (18, 80), (6, 31)]):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add([1 + number] * num_prompt_tokens, params)
+    run(engine)
+    assert engine.metrics.num_preemptions == 0
+    check_nothing_is_held(engine)
+
+
 @pytest.mark.parametrize("draft", [DRAFT, "ngram"])
 def test_a_policy_is_told_what_the_draft_has_yet_to_read(draft: Decoder | str) -> None:
     """Its prompt, then what came while nobody drafted; and nothing where a draft needs to have read nothing."""

@@ -5,39 +5,66 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsde.policies import Outcome
+from dsde.policies import BatchView, Outcome
 from dsde.policies.lifespan import MEMORY, Lifespan
 
 
-def emitted(slots: list[int], accepted: list[int], num_steps: int = 1) -> Outcome:
-    count = len(slots)
-    return Outcome(
-        np.array(slots), np.array(accepted), np.array(accepted), np.empty(0), np.zeros(count), num_steps=num_steps
+def emitted(lifespan: Lifespan, slots: list[int], accepted: list[int], num_steps: int = 1) -> None:
+    places = np.array(slots)
+    lifespan.see(places)
+    lifespan.observe(
+        Outcome(places, np.array(accepted), np.array(accepted), np.empty(0), np.zeros(len(slots)), num_steps=num_steps)
     )
 
 
-def test_before_any_has_ended_there_is_only_the_room() -> None:
-    lifespan = Lifespan()
-    lifespan.observe(emitted([0, 1], [3, 0]))
-    assert lifespan.num_left(np.array([9, 0])).tolist() == [10, 1]
+def num_left(lifespan: Lifespan, *mosts: int) -> list[float]:
+    count = len(mosts)
+    batch = BatchView(np.arange(count), np.full(count, 3), np.zeros(count), count, num_left=np.array(mosts))
+    return lifespan.num_left(batch).tolist()
 
 
-def test_the_mean_of_those_that_ended_and_no_more_than_there_is_room_for() -> None:
+def test_before_any_has_ended_there_is_only_what_they_may_have() -> None:
     lifespan = Lifespan()
-    lifespan.observe(emitted([0, 40], [3, 0]))
-    lifespan.observe(emitted([0, 40], [0, 0], num_steps=8))
+    emitted(lifespan, [0, 1], [3, 0])
+    assert num_left(lifespan, 10, 1) == [10, 1]
+
+
+def test_the_mean_of_those_that_ended_and_no_more_than_they_may_have() -> None:
+    lifespan = Lifespan()
+    emitted(lifespan, [0, 40], [3, 0])
+    emitted(lifespan, [0, 40], [0, 0], num_steps=8)
     lifespan.forget(np.array([0, 7]))  # nobody ever saw the other
-    assert lifespan.num_left(np.array([99, 4])).tolist() == [12, 5]
+    assert num_left(lifespan, 100, 5) == [12, 5]
     lifespan.forget(np.array([40]))
-    assert lifespan.num_left(np.array([99])).tolist() == [(12 + 9) / 2]
-    lifespan.observe(emitted([0], [0]))  # another one, in a slot that was given back
+    assert num_left(lifespan, 100) == [(12 + 9) / 2]
+    emitted(lifespan, [0], [0])  # another one, in a slot that was given back
     lifespan.forget(np.array([0]))
-    assert lifespan.num_left(np.array([99])) == pytest.approx((12 + 9 + 1) / 3)
+    assert num_left(lifespan, 100) == pytest.approx([(12 + 9 + 1) / 3])
+
+
+def test_a_step_that_was_under_way_when_a_request_ended_is_not_another_one() -> None:
+    lifespan = Lifespan()
+    emitted(lifespan, [0], [19])
+    lifespan.forget(np.array([0]))
+    lifespan.observe(Outcome(np.array([0]), np.zeros(1, int), np.zeros(1, int), np.empty(0), np.zeros(1)))
+    lifespan.forget(np.array([0]))
+    assert num_left(lifespan, 100) == [20]
+    emitted(lifespan, [0], [39])
+    lifespan.forget(np.array([0]))
+    assert num_left(lifespan, 100) == [30]
+
+
+def test_where_nobody_knows_what_they_may_have_they_last_for_ever() -> None:
+    lifespan = Lifespan()
+    emitted(lifespan, [0], [0])
+    lifespan.forget(np.array([0]))
+    batch = BatchView(np.arange(2), np.full(2, 3), np.zeros(2), 2)
+    assert lifespan.num_left(batch).tolist() == [np.inf, np.inf]
 
 
 def test_others_than_before_count_before_long() -> None:
     lifespan = Lifespan()
     for count in [500] * 200 + [20] * int(2 * MEMORY):
-        lifespan.observe(emitted([0], [count - 1]))
+        emitted(lifespan, [0], [count - 1])
         lifespan.forget(np.array([0]))
-    assert lifespan.num_left(np.array([1000]))[0] < 100
+    assert num_left(lifespan, 1000)[0] < 100

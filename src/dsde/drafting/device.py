@@ -169,7 +169,8 @@ class DeviceDrafter:
         if entry is not None and not waits:
             self.passes.finish(entry)
         # The host may be busier than the device: not where it would mostly be in vain.
-        if waits and self.foresight.may_end(num_expected) and not self.referee.has_decided(call):
+        may_end = entry is None or self.foresight.may_end(num_expected)
+        if waits and may_end and not self.referee.has_decided(call):
             task.meanwhile(draft.proposals_if_over(entry is None or call.ruling.keeps_last))
         decisions = self.referee.wait(call)
         goes_on = bool(decisions.max() == Decision.GOES_ON)

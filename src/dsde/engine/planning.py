@@ -86,6 +86,7 @@ class Planner:
             num_decoding=len(decodes),
             num_waiting=len(self.scheduler.waiting),
             num_prompt_tokens=num_prompt_tokens,
+            num_left=rooms[rows] + 1,
             num_missed=_num_missed(chosen) if self._must_read else None,
             pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
         )

@@ -83,10 +83,7 @@ class Scheduler:
 
     def settle(self, sequence: Sequence) -> None:
         """After a step: give back look-ahead that was not used, and let others share what is full."""
-        keep = blocks_for(len(sequence.tokens) + (0 if self._is_short else self.num_spare))
-        if len(sequence.block_table) > keep:
-            self.pool.release(sequence.block_table[keep:])
-            del sequence.block_table[keep:]
+        self._keep(sequence, 0 if self._is_short else self.num_spare)
         if sequence.num_computed // BLOCK_SIZE > sequence.num_registered_blocks:
             self._register(sequence, sequence.num_computed)
         num_draft_full = sequence.num_draft_computed // BLOCK_SIZE
@@ -95,6 +92,19 @@ class Scheduler:
         for place in range(sequence.num_draft_shared_blocks, num_draft_full):
             self.pool.draft_valid[sequence.block_table[place]] = True
         sequence.num_draft_shared_blocks = num_draft_full
+
+    def _keep(self, sequence: Sequence, num_spare: int) -> None:
+        """Blocks for its tokens and so many more, at most."""
+        keep = blocks_for(len(sequence.tokens) + num_spare)
+        if len(sequence.block_table) > keep:
+            self.pool.release(sequence.block_table[keep:])
+            del sequence.block_table[keep:]
+
+    def _trim(self) -> None:
+        """Nobody keeps blocks to spare. Only between steps."""
+        for sequence in self.running:
+            if sequence.num_pending <= 1:
+                self._keep(sequence, 0)
 
     @property
     def _is_short(self) -> bool:
@@ -122,6 +132,8 @@ class Scheduler:
             num_tokens = len(sequence.tokens)
             if num_tokens - sequence.num_computed == 1:
                 needed = blocks_for(num_tokens) - len(sequence.block_table)
+                if needed > self.pool.num_free:
+                    self._trim()
                 while needed > self.pool.num_free:
                     victim = self.running.pop()
                     self._preempt(victim)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsde.core.stops import StopByWorth
-from dsde.policies.acceptance import HIGHEST, AcceptanceModel
+from dsde.policies.acceptance import HIGHEST, LOWEST, AcceptanceModel
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Need, Outcome, Plan, Policy
 from dsde.policies.cost import CostModel
 from dsde.policies.lifespan import Lifespan
@@ -119,7 +119,7 @@ class Auto(Policy):
         """of the newest drafts"""
         self._foregone_s = 0.0
         """that drafting would have saved since it was last believed to save nothing"""
-        self._ended = np.empty(0, np.int64)
+        self._ended: set[int] = set()
         """slots given back since the last plan"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
 
@@ -131,13 +131,16 @@ class Auto(Policy):
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
         has_missed = self.cost.see(batch)
+        self._lifespan.see(batch.slots)
         self._meet(batch)
         if not has_missed and self._rests(batch):
             assert self._current is not None
             self._current.plan.num_resting -= self._num_rested
             self._current.batch, self._num_observed, self._num_rested = batch, 0, 0
             return self._current.plan
-        if self._next is not None and (has_missed or not self._next.fits(batch)):
+        # A look was taken into account when the one behind it was planned, whatever it had to read.
+        is_expected = self._next is not None and self._next.is_probing
+        if self._next is not None and ((has_missed and not is_expected) or not self._next.fits(batch)):
             self._drop_next()
         draft = self._next or self._draft(batch)
         draft.batch = batch
@@ -166,10 +169,10 @@ class Auto(Policy):
     def _meet(self, batch: BatchView) -> None:
         """What drafting would have saved of others is no reason to read the prompts of those who are new."""
         if self._foregone_s and self._current is not None:
-            is_new = ~np.isin(batch.slots, self._current.batch.slots) | np.isin(batch.slots, self._ended)
+            is_new = ~np.isin(batch.slots, self._current.batch.slots) | np.isin(batch.slots, list(self._ended))
             behind = self.cost.behind(batch.slots)
             self._foregone_s *= 1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0)
-        self._ended = np.empty(0, np.int64)
+        self._ended.clear()
 
     def _rests(self, batch: BatchView) -> bool:
         """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
@@ -181,7 +184,9 @@ class Auto(Policy):
     def forget(self, slots: IntArray) -> None:
         self._learn()
         self._drop_next()
-        self._ended = np.concatenate((self._ended, slots))
+        self._ended.update(slots.tolist())
+        if self._current is not None:
+            self._current.plan.num_resting = 0  # announced for as long as nobody ends
         self.acceptance.forget(slots)
         self._lifespan.forget(slots)
         self.cost.forget(slots)
@@ -230,7 +235,13 @@ class Auto(Policy):
         # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
         # the same way. While nobody drafts there are probes for that.
         doubts /= np.sqrt(max(batch.slots.size, 1))
-        choice = self._choose(batch, np.minimum(outlooks + doubts, HIGHEST) if self._drafts else outlooks)
+        hopes = np.minimum(outlooks + doubts, HIGHEST) if self._drafts else outlooks
+        choice = self._choose(batch, hopes)
+        is_worth = self._is_worth_reading(batch, choice)
+        if not is_worth.all():
+            # Without those who will have ended before it has paid for what their drafts must read first.
+            choice = self._choose(batch, np.where(is_worth, hopes, LOWEST))
+            choice.lengths = np.where(is_worth, choice.lengths, 0)
         # Whoever begins with drafts compares them with a step that was never made, and a wrong guess of that lasts.
         is_blind = self._num_blind < MOST_BLIND and self.cost.is_guess(batch)
         pays, foregone_s = (False, 0.0) if is_blind else self._decide(batch, choice)
@@ -293,25 +304,23 @@ class Auto(Policy):
             is_clear = choice.rate * self._gain < (1 - CLEAR_LOSS) * choice.rate_off
             is_patient = self._drafts and self._num_doubtful < PATIENCE and not is_clear
             return is_patient and bool(choice.lengths.any()), 0.0
-        saved_s = 1 / choice.rate_off - 1 / (choice.rate * self._gain)
-        # Whoever is new may not be worth reading its prompt for.
-        choice.lengths = np.where(self._is_worth_reading(batch, saved_s), choice.lengths, 0)
-        if not choice.lengths.any():
-            return False, 0.0
         if self._drafts or self._missing_s(batch) <= 0:
             return True, 0.0
-        return False, batch.num_sequences * saved_s
+        return False, batch.num_sequences * (1 / choice.rate_off - 1 / (choice.rate * self._gain))
 
     def _seems_to_pay(self, choice: _Choice) -> bool:
         return choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
 
-    def _is_worth_reading(self, batch: BatchView, saved_s: float) -> BoolArray:
-        """[batch] whether drafts, which save so much a token, will save what it costs to have the draft read first."""
+    def _is_worth_reading(self, batch: BatchView, choice: _Choice) -> BoolArray:
+        """[batch] whether drafts will save what it costs to have the draft read first; everybody where nothing pays."""
         behind = self.cost.behind(batch.slots)
         behind = np.where(behind > NUM_IN_PASSING, behind, 0)
+        if not behind.any() or not self._seems_to_pay(choice):
+            return np.ones(behind.size, np.bool_)
+        saved_s = 1 / choice.rate_off - 1 / (choice.rate * self._gain)
         num_behind = max(int(behind.sum()), 1)
         shares_s = behind * float(self.cost.catch_up_s(num_behind)) / num_behind
-        worth: BoolArray = saved_s * self._lifespan.num_left(batch.rooms) >= shares_s
+        worth: BoolArray = saved_s * self._lifespan.num_left(batch) >= shares_s
         return worth
 
     def _missing_s(self, batch: BatchView) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsde.policies.base import FloatArray, IntArray, Outcome
+from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
 from dsde.policies.slots import SlotTable
 
 MEMORY = 16.0
@@ -19,32 +19,42 @@ MEMORY = 16.0
 @dataclass
 class _Sequences(SlotTable):
     num_emitted: IntArray
+    is_there: BoolArray
 
 
 class Lifespan:
     """Requests are taken to end at any token alike: whatever one has had, it is expected to have as many as the mean of
-    those that have ended, and no more than it has room for. Before any has ended there is only that."""
+    those that have ended, and no more than it may have. Before any has ended there is only that. Where nobody knows how
+    many a request may have, nobody counts what it has had, either, and it lasts for ever."""
 
     def __init__(self) -> None:
         self._mean = np.inf
         self._num_ended = 0
-        self._sequences = _Sequences(num_emitted=np.zeros(1, np.int64))
+        self._sequences = _Sequences(num_emitted=np.zeros(1, np.int64), is_there=np.zeros(1, np.bool_))
+
+    def see(self, slots: IntArray) -> None:
+        """These are about to get tokens."""
+        self._sequences.cover(slots)
+        self._sequences.is_there[slots] = True
 
     def observe(self, outcome: Outcome) -> None:
         self._sequences.cover(outcome.slots)
         self._sequences.num_emitted[outcome.slots] += outcome.accepted + outcome.num_steps
 
     def forget(self, slots: IntArray) -> None:
-        """These have ended."""
+        """These have ended. A step that was under way by then may still be observed, and they forgotten once more."""
         self._sequences.cover(slots)
-        for num_emitted in self._sequences.num_emitted[slots].tolist():
+        is_there = self._sequences.is_there[slots]
+        for num_emitted in self._sequences.num_emitted[slots[is_there]].tolist():
             if num_emitted:
                 self._num_ended += 1
                 known = 0.0 if self._num_ended == 1 else self._mean
                 self._mean = known + (num_emitted - known) / min(self._num_ended, MEMORY)
         self._sequences.reset(slots)
 
-    def num_left(self, rooms: IntArray) -> FloatArray:
-        """[sequences] with so much room"""
-        left: FloatArray = np.minimum(rooms + 1.0, self._mean)
+    def num_left(self, batch: BatchView) -> FloatArray:
+        """[batch]"""
+        if batch.num_left is None:
+            return np.full(batch.slots.size, np.inf)
+        left: FloatArray = np.minimum(batch.num_left.astype(np.float64), self._mean)
         return left

@@ -152,7 +152,7 @@ class Probe:
         if is_new.any():
             num = batch.slots.size
             step_s = float(self.cost.verify_s(batch.num_sequences))
-            most_s = SHARE * step_s * float(lifespan.num_left(batch.rooms[is_new]).sum()) / num
+            most_s = SHARE * step_s * float(lifespan.num_left(batch)[is_new].sum()) / num
             self._saved_s += min(np.count_nonzero(is_new) / num**1.5 * self._price_s, most_s)
 
     def _choose(self, batch: BatchView, most_s: float) -> None:

@@ -103,8 +103,7 @@ class Scheduler:
     def _trim(self) -> None:
         """Nobody keeps blocks to spare. Only between steps."""
         for sequence in self.running:
-            if sequence.num_pending <= 1:
-                self._keep(sequence, 0)
+            self._keep(sequence, 0)
 
     @property
     def _is_short(self) -> bool:

@@ -34,6 +34,7 @@ _IN_BLOCK = BLOCK_SIZE - 1
 MOST_GRAPH_TOKENS = 1024
 """Beyond it a pass computes longer than its launches take."""
 _MOST_SHAPES = 8192
+"""that need not be worked out again"""
 MOST_GRAPHS = 512
 """of one model: enough for any traffic that lasts, and a bound to memory for one that never repeats itself"""
 
@@ -227,15 +228,14 @@ class PassRunner:
         sizes are different every time, and padding is cheaper than graphs for all of them."""
         is_graph = may_graph and rows.count <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
         context = context_bucket(int(contexts.max()))
-        if not is_graph:
-            return self._make_shape(rows, len(contexts), num_rows, context, False, in_parts, pad, variant)
-        # Of what a pass is made for while the device waits: mostly it has been made before.
+        # A device may be waiting for the pass, and mostly it is like one before. Without a graph lengths matter, too.
         key = (rows.count, rows.longest, len(contexts), num_rows, context, in_parts, pad, variant)
-        shape = self._shapes.get(key)
-        if shape is None:
+        if is_graph and key in self._shapes:
+            return self._shapes[key]
+        shape = self._make_shape(rows, len(contexts), num_rows, context, is_graph, in_parts, pad, variant)
+        if is_graph:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
-            shape = self._make_shape(rows, len(contexts), num_rows, context, True, in_parts, pad, variant)
             self._shapes[key] = shape
         return shape
 

@@ -119,8 +119,6 @@ class Auto(Policy):
         """of the newest drafts"""
         self._foregone_s = 0.0
         """that drafting would have saved since it was last believed to save nothing"""
-        self._ended: set[int] = set()
-        """slots given back since the last plan"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
 
     @property
@@ -131,7 +129,6 @@ class Auto(Policy):
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
         has_missed = self.cost.see(batch)
-        self._lifespan.see(batch.slots)
         self._meet(batch)
         if not has_missed and self._rests(batch):
             assert self._current is not None
@@ -168,11 +165,10 @@ class Auto(Policy):
 
     def _meet(self, batch: BatchView) -> None:
         """What drafting would have saved of others is no reason to read the prompts of those who are new."""
-        if self._foregone_s and self._current is not None:
-            is_new = ~np.isin(batch.slots, self._current.batch.slots) | np.isin(batch.slots, list(self._ended))
+        is_new = self._lifespan.see(batch.slots)
+        if self._foregone_s and is_new.any():
             behind = self.cost.behind(batch.slots)
             self._foregone_s *= 1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0)
-        self._ended.clear()
 
     def _rests(self, batch: BatchView) -> bool:
         """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
@@ -184,7 +180,6 @@ class Auto(Policy):
     def forget(self, slots: IntArray) -> None:
         self._learn()
         self._drop_next()
-        self._ended.update(slots.tolist())
         if self._current is not None:
             self._current.plan.num_resting = 0  # announced for as long as nobody ends
         self.acceptance.forget(slots)
@@ -306,10 +301,14 @@ class Auto(Policy):
             return is_patient and bool(choice.lengths.any()), 0.0
         if self._drafts or self._missing_s(batch) <= 0:
             return True, 0.0
-        return False, batch.num_sequences * (1 / choice.rate_off - 1 / (choice.rate * self._gain))
+        return False, batch.num_sequences * self._saved_s(choice)
 
     def _seems_to_pay(self, choice: _Choice) -> bool:
         return choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
+
+    def _saved_s(self, choice: _Choice) -> float:
+        """Of every token that is emitted, by drafting."""
+        return 1 / choice.rate_off - 1 / (choice.rate * self._gain)
 
     def _is_worth_reading(self, batch: BatchView, choice: _Choice) -> BoolArray:
         """[batch] whether drafts will save what it costs to have the draft read first; everybody where nothing pays."""
@@ -317,10 +316,9 @@ class Auto(Policy):
         behind = np.where(behind > NUM_IN_PASSING, behind, 0)
         if not behind.any() or not self._seems_to_pay(choice):
             return np.ones(behind.size, np.bool_)
-        saved_s = 1 / choice.rate_off - 1 / (choice.rate * self._gain)
-        num_behind = max(int(behind.sum()), 1)
+        num_behind = int(behind.sum())
         shares_s = behind * float(self.cost.catch_up_s(num_behind)) / num_behind
-        worth: BoolArray = saved_s * self._lifespan.num_left(batch) >= shares_s
+        worth: BoolArray = self._saved_s(choice) * self._lifespan.num_left(batch) >= shares_s
         return worth
 
     def _missing_s(self, batch: BatchView) -> float:

@@ -32,10 +32,12 @@ class Lifespan:
         self._num_ended = 0
         self._sequences = _Sequences(num_emitted=np.zeros(1, np.int64), is_there=np.zeros(1, np.bool_))
 
-    def see(self, slots: IntArray) -> None:
-        """These are about to get tokens."""
+    def see(self, slots: IntArray) -> BoolArray:
+        """These are about to get tokens; [slots] whether for the first time."""
         self._sequences.cover(slots)
+        is_new = ~self._sequences.is_there[slots]
         self._sequences.is_there[slots] = True
+        return is_new
 
     def observe(self, outcome: Outcome) -> None:
         self._sequences.cover(outcome.slots)

@@ -144,6 +144,9 @@ def test_a_policy_is_told_what_the_draft_has_yet_to_read(draft: Decoder | str) -
     engine.add(random_prompts(1, 20, 21)[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     while len(batches) < 7:
         engine.step()
+    left = [int(batch.num_left[0]) for batch in batches if batch.num_left is not None]
+    assert left[:3] == [39, 38, 37]
+    assert left == [int(batch.rooms[0]) + 1 for batch in batches]
     if draft == "ngram":
         assert all(batch.num_missed is None for batch in batches)
         return

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from dsde.models.passes import (
     Pass,
     PassRunner,
     PassShape,
+    RaggedRows,
     bucket,
     coarse_bucket,
     context_bucket,
@@ -137,3 +139,26 @@ def test_context_buckets(num_tokens: int) -> None:
     assert num_tokens <= room <= max(512, 4 * num_tokens)
     assert num_tokens <= 8192 or room < 2 * num_tokens
     assert context_bucket(room) == room
+
+
+def test_a_shape_that_was_worked_out_before_is_that_of_a_batch_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever one of a fresh runner would be, in any order."""
+    monkeypatch.setattr(Heads, "num_splits", lambda _, num_items, context, longest, device: num_items + context)
+    batches = [([1, 1, 6], 40), ([2, 3, 3], 40), ([2, 3, 3], 5000), ([4, 4], 40), ([1, 1, 1], 40), ([8], 40)]
+
+    def shapes(runner: PassRunner) -> list[PassShape]:
+        runner.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        runner.heads = Heads(8, 1, 64, torch.bfloat16)  # of which an item covers few queries, or more
+        found = []
+        for lengths, context in batches:
+            rows, contexts = RaggedRows(np.array(lengths)), np.full(len(lengths), context)
+            for num_rows, pad, in_parts in ((None, None, False), (None, coarse_bucket, True), (2, None, False)):
+                found.append(runner.shape(rows, contexts, num_rows, True, in_parts, pad))
+        return found
+
+    owner = Owner()
+    first, again = shapes(owner.passes), shapes(owner.passes)
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    batches.reverse()
+    assert sorted(map(repr, shapes(Owner().passes))) == sorted(map(repr, first))
+    assert len(set(first)) > len(batches)

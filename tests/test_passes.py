@@ -152,7 +152,8 @@ def test_a_shape_that_was_worked_out_before_is_that_of_a_batch_like_it(monkeypat
         found = []
         for lengths, context in batches:
             rows, contexts = RaggedRows(np.array(lengths)), np.full(len(lengths), context)
-            for num_rows, pad, in_parts in ((None, None, False), (None, coarse_bucket, True), (2, None, False)):
+            kinds = [(None, None, False), (None, coarse_bucket, False), (None, coarse_bucket, True), (2, None, False)]
+            for num_rows, pad, in_parts in kinds:
                 found.append(runner.shape(rows, contexts, num_rows, True, in_parts, pad))
         return found
 

@@ -3,12 +3,12 @@
     python benchmarks/vllm_plugin.py --out plugin.json [--vllm SITE]           # made-up weights and acceptance
     python benchmarks/vllm_plugin.py --target FOLDER --draft FOLDER --out pair.json    # a real pair
 
-Decoding speed is the difference between a long and a short generation, so that start-up and prefill cancel; one that
-nobody measures comes first, and of each the fastest of all rounds counts. Every engine of vLLM is a process of its own;
-policies of the plugin share one, since they can be changed while it runs. `--together` so many engines start at the
-same time and share the GPU, and then measure one at a time, in turns: what is compared is measured side by side. vLLM
-without speculation is measured in every such group, as `off@2` in the second. vLLM's table is made of what the fixed
-lengths of earlier groups measured, so it comes last: the best of them for every batch.
+Decoding is measured from the step with which the last request has its first token to the end; a round that nobody
+measures comes first, and of the others the fastest counts. Every engine of vLLM is a process of its own; policies of
+the plugin share one, since they can be changed while it runs. `--together` so many engines start at the same time and
+share the GPU, and then measure one at a time, in turns, and on the same cores of the host: what is compared is measured
+side by side. vLLM without speculation is measured in every such group, as `off@2` in the second. vLLM's table is made
+of what the fixed lengths of earlier groups measured, so it comes last: the best of them for every batch.
 
 Everything measured is in `--out` after every round, with what a policy has learnt of costs by then; a second run with
 the same file goes on where the first stopped.
@@ -34,11 +34,12 @@ from typing import Any
 RESULT = "RESULT "
 HERE = Path(__file__).resolve().parent
 PROMPT_TOKENS = 64
-SHORT_TOKENS = 8
+NUM_CORES = 4
+"""of the host, that an engine measures on: one for the thread that serves, the others for all its other threads"""
 WARM_UP_TOKENS = 32
 """enough for an engine that learns nothing"""
 TOKENS = {1: 384, 8: 256, 64: 128, 256: 96}
-"""that each request generates in the long run beyond the short one, by batch"""
+"""that each request generates, by batch"""
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -84,7 +85,10 @@ class Engine:
 
     def __init__(self, job: Row) -> None:
         self.job = job
-        self.num_steps = 0
+        self.batch = self.num_steps = 0
+        """steps since all requests have their first token"""
+        self.begun: tuple[float, int] | None = None
+        """when they had it, and how many tokens there were by then"""
         self.controllers: dict[str, Any] = {}
         if job["policy"]:
             from dsde.integrations.vllm.plugin import register
@@ -103,8 +107,12 @@ class Engine:
         step = self.llm.llm_engine.step
 
         def counted_step() -> Any:
-            self.num_steps += 1
-            return step()
+            outputs = step()
+            if self.begun is None:
+                self.begun = self._find_begun()
+            else:
+                self.num_steps += 1
+            return outputs
 
         self.llm.llm_engine.step = counted_step
 
@@ -112,13 +120,13 @@ class Engine:
         """Round 0 is there to warm up and, for a policy, to learn."""
         meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}
         before = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
-        seconds, steps = self._generate(batch, tokens + SHORT_TOKENS, number)
-        found: Row = {f"plugin_{name}": meter[name] - before[name] for name in before}
+        keep_to_cores()
+        found = self._generate(batch, tokens, number)
+        found |= {f"plugin_{name}": meter[name] - before[name] for name in before}
         if before:
             policy = self.controllers[variant.removeprefix("plugin:")].policy
             found["learnt"] = [cost.to_dict() for cost in policy.cost_models]
-        short_s, short_steps = self._generate(batch, SHORT_TOKENS, number) if number else (0.0, 0)
-        return {"tokens": tokens, "long_s": seconds, "short_s": short_s, "steps": steps - short_steps, **found}
+        return found
 
     def _obey(self, policy: str) -> Any:
         """From now on, with what it has learnt when it was obeyed before; its meter."""
@@ -126,7 +134,7 @@ class Engine:
         from dsde.integrations.vllm.settings import Settings
 
         os.environ["DSDE_POLICY"] = policy
-        core = self.llm.llm_engine.engine_core.engine_core
+        core = self._core()
         if policy not in self.controllers:
             self.controllers[policy] = scheduling.steer(core.scheduler, Settings(policy=policy))
         setattr(core.scheduler, scheduling.CONTROLLER, self.controllers[policy])
@@ -135,16 +143,46 @@ class Engine:
             delattr(runner, running.ADAPTER)
         return self.controllers[policy].meter
 
-    def _generate(self, batch: int, tokens: int, number: int) -> tuple[float, int]:
+    def _generate(self, batch: int, tokens: int, number: int) -> Row:
+        """So many tokens of each request: how many of them came after all had begun, in how long and how many steps."""
         prompts = make_prompts(batch, number, self.job["prompts"], self.job["vocab_size"])
         params = self.vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        steps, begin = self.num_steps, time.perf_counter()
+        self.num_steps, self.begun, self.batch = 0, None, batch
         self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
+        end = time.perf_counter()
+        assert self.begun is not None, f"{tokens} tokens are too few: some requests ended before others began"
+        begin, num_before = self.begun
         # With asynchronous scheduling one more step is under way, which must not disturb whose turn is next.
         if self.has_gpu:
             self.torch.cuda.synchronize()
-        return seconds, self.num_steps - steps
+        return {"tokens": batch * tokens - num_before, "seconds": end - begin, "steps": self.num_steps}
+
+    def _find_begun(self) -> tuple[float, int] | None:
+        counts = [request.num_output_tokens for request in self._core().scheduler.requests.values()]
+        return (time.perf_counter(), sum(counts)) if len(counts) == self.batch and all(counts) else None
+
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+
+def keep_to_cores() -> None:
+    """The same for every engine, one thread on each: what a thread shares its core with was seen to cost it a third of
+    its speed, for seconds. Threads that there are not yet are moved the next time."""
+    cores = sorted(core for core in os.sched_getaffinity(os.getppid()) if is_first_thread(core))[-NUM_CORES:]
+    if len(cores) < NUM_CORES:
+        return
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread, {cores[-1]} if thread == os.getpid() else set(cores[:-1]))
+
+
+def is_first_thread(core: int) -> bool:
+    """Or the only one, of those that share a core of the machine."""
+    try:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return True
+    return int(siblings.replace("-", ",").split(",")[0]) == core
 
 
 # This side
@@ -195,8 +233,7 @@ class Remote:
             line, error = None, f"no answer within {self._timeout:.0f} s"
         if line is None:
             self.close()
-            self._log.seek(0)
-            log = [one.rstrip() for one in self._log if one.strip()]
+            log = self._read_log()
             self.row |= {"error": error, "log": log[-60:]}
             print(f"{self.row['engine']} failed: {error}", *log[-15:], sep="\n  | ", flush=True)
             return None
@@ -206,6 +243,11 @@ class Remote:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self.row["warnings"] = [one for one in self._read_log() if "dsde:" in one]
+
+    def _read_log(self) -> list[str]:
+        self._log.seek(0)
+        return [one.rstrip() for one in self._log if one.strip()]
 
 
 class Bench:
@@ -292,6 +334,7 @@ class Bench:
         finally:
             for remote in remotes:
                 remote.close()
+            self._save()
         print(f"  {time.perf_counter() - begin:.0f} s in all", flush=True)
         return start_s
 
@@ -383,7 +426,7 @@ class Bench:
         block = 128 if options.eager else 16
         sums = [least_tokens]
         for batch in options.batches:
-            more = options.tokens.get(batch, 128) + SHORT_TOKENS + 2 * (length + 1)
+            more = options.tokens.get(batch, 128) + 2 * (length + 1)
             for number in range(options.rounds + 1):
                 prompts = make_prompts(batch, number, options.prompts, self.vocab_size)
                 # A token of English or code has more than three characters.
@@ -416,13 +459,10 @@ class Bench:
             cells.append(row)
         rounds = row["rounds"]
         rounds.append(found)
-        seconds = sum(one["long_s"] - one["short_s"] for one in rounds)
         steps = max(sum(one["steps"] for one in rounds), 1)
-        # The fastest of either kind: the difference of a round whose short one was held up would win.
-        best_s = min(one["long_s"] for one in rounds) - min(one["short_s"] for one in rounds)
-        row["tokens_per_s"] = row["batch"] * found["tokens"] / max(best_s, 1e-9)
-        row["step_ms"] = 1000 * seconds / steps
-        row["tokens_per_step"] = sum(one["tokens"] for one in rounds) / steps
+        row["tokens_per_s"] = max(map(speed_of, rounds))
+        row["step_ms"] = 1000 * sum(one["seconds"] for one in rounds) / steps
+        row["tokens_per_step"] = sum(one["tokens"] for one in rounds) / steps / row["batch"]
 
     def _save(self) -> None:
         if self.options.out:
@@ -464,6 +504,11 @@ class Bench:
         return lines
 
 
+def speed_of(found: Row) -> float:
+    """Tokens/s of a round."""
+    return float(found["tokens"] / max(found["seconds"], 1e-9))
+
+
 def ratio(mine: Row | None, others: list[Row]) -> str:
     """To the best of them, with a star if that was not measured side by side."""
     if mine is None or not others:
@@ -481,8 +526,8 @@ def mean_ratio(mine: Row | None, others: list[Row]) -> str:
         return "-"
     from intervals import half_width  # an engine's process does not see what lies beside this file
 
-    seconds = [[one["long_s"] - one["short_s"] for one in row["rounds"]] for row in (best, mine)]
-    ratios = [theirs / ours for theirs, ours in zip(*seconds, strict=True)]
+    speeds = [list(map(speed_of, row["rounds"])) for row in (best, mine)]
+    ratios = [ours / theirs for theirs, ours in zip(*speeds, strict=True)]
     return f"{sum(ratios) / len(ratios):.2f} ± {half_width(ratios):.2f}"
 
 

@@ -17,12 +17,13 @@ from dsde.policies import BatchView, Off, Outcome, Plan, Policy, Static, make_po
 from dsde.policies.base import IntArray
 from dsde.policies.budgetcap import BudgetCap
 from dsde.policies.cost import CostModel, StepCost
+from dsde.policies.curve import WOBBLE
 from dsde.policies.gate import OnOffGate
 from dsde.policies.goodput import Goodput
 from dsde.policies.lifespan import Lifespan
 from dsde.policies.nightjar import Nightjar
 from dsde.policies.percentilecap import PercentileCap
-from dsde.policies.probe import MOST_UNTIMED, Probe
+from dsde.policies.probe import MOST_UNTIMED, SHARE, Probe
 
 
 def batch_of(slots: list[int], rooms: list[int] | None = None, num_prompt_tokens: int = 0) -> BatchView:
@@ -341,6 +342,24 @@ def test_reading_without_drafting_is_catching_up() -> None:
     assert (step.draft_s, step.catch_up_s) == (0.0, 0.002)
 
 
+@pytest.mark.parametrize(("num_read", "is_resumed"), [(40, False), (2048, False), (0, True)])
+def test_a_draft_that_always_reads_first_is_known_to_be_slow(num_read: int, is_resumed: bool) -> None:
+    """Not at once: others may follow. And no longer than until a pass by itself was measured."""
+    cost = CostModel(num_tried=2, is_flat_below=True)
+    guess_s = float(cost.draft_s(4))
+    for compiling_s in (9.0, 0.0, 0.0, 0.0):
+        assert float(cost.draft_s(4)) <= guess_s
+        outcome = outcome_of([0, 1], [4, 4], [0, 0], compiling_s + 0.5, 0.01, num_catch_up_tokens=num_read)
+        outcome.is_resumed = is_resumed
+        cost.observe(outcome)
+    num_passes = 4 + (num_read > 0) * max(num_read / 256, 1)
+    assert float(cost.draft_s(4)) == pytest.approx(0.5 / num_passes)
+    assert cost.drafting_s(8, 4) + float(cost.catch_up_s(num_read)) == pytest.approx(0.5)
+    for _ in range(2):
+        cost.observe(outcome_of([0, 1], [4, 4], [0, 0], 0.04, 0.01))
+    assert float(cost.draft_s(2)) == pytest.approx(0.01)
+
+
 def test_where_somebody_is_always_new_drafting_is_measured_all_the_same() -> None:
     cost = CostModel()
     for _ in range(100):
@@ -365,9 +384,8 @@ def test_it_can_be_saved_and_loaded() -> None:
         cost.observe(outcome_of([0], [length], [0], 3e-3 + 1e-3 * length, 0.01))
     loaded = CostModel.from_dict(json.loads(json.dumps(cost.to_dict())))
     sizes = np.arange(1, 200)
-    np.testing.assert_array_equal(loaded.verify_s(sizes), cost.verify_s(sizes))
-    np.testing.assert_array_equal(loaded.draft_s(sizes), cost.draft_s(sizes))
-    np.testing.assert_array_equal(loaded.catch_up_s(sizes), cost.catch_up_s(sizes))
+    for one in ("verify_s", "draft_s", "catch_up_s"):  # medians may have moved a little since they were worked out
+        np.testing.assert_allclose(getattr(loaded, one)(sizes), getattr(cost, one)(sizes), rtol=2 * WOBBLE)
     assert loaded.to_dict() == cost.to_dict()
     assert loaded.start_s == cost.start_s > 0
     np.testing.assert_array_equal(
@@ -1137,6 +1155,22 @@ def test_a_probe_that_was_held_up_is_not_paid_for_for_long() -> None:
     for _ in range(500):
         probe.save(0.01)
     assert probe.begin(batch_of([0]))
+
+
+def test_two_probes_that_were_dear_are_paid_for() -> None:
+    """Whatever they were expected to cost: one may have been held up, two were not."""
+    probe = Probe(CostModel(), 4)
+    probe.cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
+    batch, nums_steps = batch_of([0]), []
+    for _ in range(3):
+        num_steps = 0
+        while not probe.begin(batch):
+            probe.save(0.01)
+            num_steps += 1
+        nums_steps.append(num_steps)
+        probe.end(StepCost(draft_s=1.0, catch_up_s=0.0, verify_s=0.01), 0.01)
+    assert nums_steps[1] < 500
+    assert nums_steps[2] * 0.01 * SHARE >= 1.0
 
 
 def test_a_step_that_tells_nothing_is_typical() -> None:

@@ -57,6 +57,8 @@ class Probe:
         self._saved_s = 0.0
         self._expected_s = 0.0
         """that the draft last thought of will take"""
+        self._last_s = 0.0
+        """that the last probe took"""
         self._price_s = 0.0
         """that must have been saved for it"""
         self._sequences = _Sequences(is_known=np.zeros(1, np.bool_))
@@ -125,8 +127,8 @@ class Probe:
 
     def end(self, step: StepCost, plain_s: float, is_resumed: bool = False) -> None:
         """The step that was one took this, and would have taken `plain_s` without. Debts have an end: it may have been
-        held up, and nobody would look again for long. With `is_resumed` its draft began from rest, and may have taken
-        longer than one that follows on another: from now on looks come in pairs.
+        held up, and nobody would look again for long. Two in a row were not. With `is_resumed` its draft began from
+        rest, and may have taken longer than one that follows on another: from now on looks come in pairs.
         """
         self._in_pairs = self._in_pairs or is_resumed
         more_s = step.draft_s + step.catch_up_s + step.verify_s - plain_s
@@ -134,8 +136,9 @@ class Probe:
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
         if self._num_untimed > MOST_UNTIMED:
             more_s = self._expected_s
-        self._saved_s -= max(more_s, 0.0)
-        self._saved_s = max(self._saved_s, -2 * self._expected_s)
+        most_s = 2 * max(self._expected_s, min(more_s, self._last_s))
+        self._saved_s = max(self._saved_s - max(more_s, 0.0), -most_s)
+        self._last_s = more_s
         self._num_ended += 1
         self._num_open = max(self._num_open - 1, 0)
 

@@ -3,7 +3,8 @@
 Small kernels prepare a draft's first pass. Triton compiles each of them anew for up to 1, 2, 4 and so on tokens of a
 request, and for one, for multiples of 16 and for other numbers of whatever is counted. With one fixed length few of
 these are ever met, all in the first steps. Lengths that change, and a draft that reads what it missed, meet them one
-after another, a tenth of a second each: requests would wait, and a policy would take that for the price of a draft.
+after another, a tenth of a second each and more: requests would wait, and a policy would take that for the price of a
+draft.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from dsde.integrations.vllm.draft_graphs import uniform_metadata
 
 BATCHES = (1, 3, 16)
 """one, any other number, a multiple of 16"""
+CHANGES = ((3, 2), (1, 1), (1, 2), (2, 1))
+"""requests of a step and of the one before: of two numbers above 1 any others will do, if at first they differ"""
 LARGEST_BLOCK = 256
 """tokens of a request up to which vLLM has kernels of different sizes"""
 
 
+@torch.inference_mode()  # as in a step: tensors that are made outside are of another kind
 def compile_all(runner: Any, longest: int) -> None:
     """For verifications of up to so many tokens of a request, and for reading any number. Nobody must be served yet."""
     drafter, max_num_seqs = runner.drafter, runner.scheduler_config.max_num_seqs
@@ -39,8 +43,30 @@ def compile_all(runner: Any, longest: int) -> None:
             first = _first_pass(runner, size - 1, table, torch.zeros(num_reqs, dtype=torch.int32, device=runner.device))
             drafter.set_inputs_first_pass(cad=first.pop("common_attn_metadata"), **first)
             size *= 2
+    if getattr(runner, "use_async_spec_decode", False):
+        for num_reqs, num_before in CHANGES:
+            if max(num_reqs, num_before) <= max_num_seqs:
+                _correct(runner, num_reqs, num_before)
     if runner.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def _correct(runner: Any, num_reqs: int, num_before: int) -> None:
+    """Positions behind a verification that the host has yet to hear of, as vLLM finds them on the device; nobody is in
+    it. This is half a second when the first drafts are verified."""
+    from vllm.v1.spec_decode import utils
+
+    correct = getattr(utils, "update_num_computed_tokens_for_batch_change", None)
+    if correct is None:
+        return
+    correct(
+        runner.num_computed_tokens,
+        runner.num_accepted_tokens.gpu[:num_reqs],
+        runner.prev_positions.gpu[:num_reqs].fill_(-1),
+        torch.zeros(num_before, dtype=torch.int32, device=runner.device),
+        runner.prev_num_draft_tokens.gpu,
+        runner.input_batch.num_computed_tokens_cpu_tensor[:num_reqs].to(runner.device),
+    )
 
 
 def _judge(runner: Any, num_reqs: int, num_drafted: int) -> None:

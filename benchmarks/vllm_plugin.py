@@ -495,7 +495,10 @@ class Bench:
             for name, others in rivals.items():
                 there = [[cells[one, batch] for one in others if (one, batch) in cells] for batch in batches]
                 mine = [cells.get((variant, batch)) for batch in batches]
-                for label, compare in ((name, ratio), (f"{name}, mean of rounds", mean_ratio)):
+                compared = {name: ratio, f"{name}, mean of rounds": mean_ratio}
+                if others == [policy]:
+                    compared[f"{name}, seconds of a step"] = step_ratio
+                for label, compare in compared.items():
                     ratios = [compare(one, rows) for one, rows in zip(mine, there, strict=True)]
                     if set(ratios) != {"-"}:
                         lines.append(f"| {variant} / {label} | {' | '.join(ratios)} |")
@@ -529,6 +532,13 @@ def mean_ratio(mine: Row | None, others: list[Row]) -> str:
     speeds = [list(map(speed_of, row["rounds"])) for row in (best, mine)]
     ratios = [ours / theirs for theirs, ours in zip(*speeds, strict=True)]
     return f"{sum(ratios) / len(ratios):.2f} ± {half_width(ratios):.2f}"
+
+
+def step_ratio(mine: Row | None, others: list[Row]) -> str:
+    """Of the mean step, with the one other: how many steps there are depends on the unluckiest request."""
+    if mine is None or not others or mine["group"] != others[0]["group"]:
+        return "-"
+    return f"{mine['step_ms'] / others[0]['step_ms']:.3f}"
 
 
 def gpu_memory_used() -> int:

@@ -40,6 +40,7 @@ from dsde import SamplingParams  # isort: skip  (before torch, as in cpu.py)
 import numpy as np
 import torch
 
+from cores import keep_to_cores
 from dsde.core.rng import derive_stream
 from dsde.core.sequence import Sequence as TokenSequence
 from dsde.drafting import ModelDrafter
@@ -310,6 +311,8 @@ class Bench:
         num_missed = {spec: np.zeros(batch, np.int64) for spec in specs}
         found: dict[str, list[Counter[str]]] = defaultdict(list)
         for number in range(self.options.rounds + 1):
+            if torch.cuda.is_available():
+                keep_to_cores()
             # Those who want signals come first of all: whatever is captured after them is captured with signals.
             for spec in specs if number % 2 else specs[::-1]:
                 self.requests.renew(batch, rates, num_missed[spec])

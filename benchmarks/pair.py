@@ -25,6 +25,7 @@ from dsde import LLM, SamplingParams  # isort: skip  (before torch, as in cpu.py
 import numpy as np
 import torch
 
+from cores import keep_to_cores
 from intervals import half_width
 from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, policy_names, speed_ratio, whole
 
@@ -73,6 +74,8 @@ def timed(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams
 
 def settled(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams) -> Turn:
     """A turn that met no new shapes, if it can be had."""
+    if torch.cuda.is_available():
+        keep_to_cores()
     for _ in range(MOST_TRIES):
         turn = timed(llm, prompts, batch, params)
         if not turn[2]["num_cold_steps"]:

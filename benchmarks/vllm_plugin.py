@@ -34,8 +34,6 @@ from typing import Any
 RESULT = "RESULT "
 HERE = Path(__file__).resolve().parent
 PROMPT_TOKENS = 64
-NUM_CORES = 4
-"""of the host, that an engine measures on: one for the thread that serves, the others for all its other threads"""
 WARM_UP_TOKENS = 32
 """enough for an engine that learns nothing"""
 TOKENS = {1: 384, 8: 256, 64: 128, 256: 96}
@@ -73,6 +71,7 @@ def make_prompts(batch: int, number: int, texts: list[str], vocab_size: int) -> 
 def serve() -> None:
     """The first line of input is the job, every other one a round; one line answers each."""
     begin = time.perf_counter()
+    sys.path.append(str(HERE))  # behind everything else: nothing of it may hide modules of vLLM
     engine = Engine(json.loads(sys.stdin.readline()))
     ready = {"init_s": time.perf_counter() - begin, "machine": engine.machine}
     print(RESULT + json.dumps(ready), flush=True)
@@ -120,7 +119,10 @@ class Engine:
         """Round 0 is there to warm up and, for a policy, to learn."""
         meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}
         before = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
-        keep_to_cores()
+        if self.has_gpu:
+            from cores import keep_to_cores
+
+            keep_to_cores()
         found = self._generate(batch, tokens, number)
         found |= {f"plugin_{name}": meter[name] - before[name] for name in before}
         if before:
@@ -165,26 +167,6 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core
 
 
-def keep_to_cores() -> None:
-    """The same for every engine, one thread on each: what a thread shares its core with was seen to cost it a third of
-    its speed, for seconds. Threads that there are not yet are moved the next time."""
-    cores = sorted(core for core in os.sched_getaffinity(os.getppid()) if is_first_thread(core))[-NUM_CORES:]
-    if len(cores) < NUM_CORES:
-        return
-    for thread in map(int, os.listdir("/proc/self/task")):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(thread, {cores[-1]} if thread == os.getpid() else set(cores[:-1]))
-
-
-def is_first_thread(core: int) -> bool:
-    """Or the only one, of those that share a core of the machine."""
-    try:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return True
-    return int(siblings.replace("-", ",").split(",")[0]) == core
-
-
 # This side
 
 
@@ -202,7 +184,7 @@ class Remote:
         places = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_CACHE_ROOT": str(caches)}
         environment = {**os.environ, **ENVIRONMENT, **places}
         environment.pop("DSDE_POLICY", None)
-        # -P: what lies beside this file must not hide modules of vLLM.
+        # -P: what lies beside this file must not come first.
         command, pipe = [sys.executable, "-P", __file__, "--engine"], subprocess.PIPE
         self._process = subprocess.Popen(
             command, env=environment, stdin=pipe, stdout=pipe, stderr=self._log, text=True, start_new_session=True
@@ -527,7 +509,7 @@ def mean_ratio(mine: Row | None, others: list[Row]) -> str:
     best = max(others, key=lambda row: float(row["tokens_per_s"]))
     if mine["group"] != best["group"] or len(mine["rounds"]) < 2 or len(mine["rounds"]) != len(best["rounds"]):
         return "-"
-    from intervals import half_width  # an engine's process does not see what lies beside this file
+    from intervals import half_width  # not at the top, where an engine's process does not see it yet
 
     speeds = [list(map(speed_of, row["rounds"])) for row in (best, mine)]
     ratios = [ours / theirs for theirs, ours in zip(*speeds, strict=True)]

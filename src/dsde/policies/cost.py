@@ -25,8 +25,6 @@ DRAFT_SHARE = 0.1
 """of a verification, that a draft pass is taken to cost until one has been measured"""
 LARGEST_EXCESS = 10.0
 """a part of a step that took longer than this many times the model's estimate is counted as that many"""
-NUM_UNCLEAN = 4
-"""drafting steps in which somebody was behind, until they are believed to tell what a pass takes, if no others have"""
 MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
 LONGEST_IDLE = 16
@@ -48,6 +46,8 @@ class StepCost:
     verify_s: float
     is_typical: bool = True
     """False: it was held up, or the machine has just become slower or faster"""
+    beyond_s: float = 0.0
+    """that the step took beyond these limits"""
 
 
 @dataclass
@@ -76,9 +76,8 @@ class CostModel:
     put right.
 
     Steps in which a sequence had to catch up (after a pause, or because it is new) say nothing of a draft pass, and are
-    used for `catch_up_s`; likewise those in which the draft began from rest, where that takes longer. Before there were
-    others they tell roughly what a pass takes, as if reading were passes over so many tokens, and under a load where
-    there is always somebody new they count after all.
+    used for `catch_up_s`; likewise those in which the draft began from rest, where that takes longer. Under a load
+    where there is always somebody new they count after all.
 
     Where several steps in a row take longer, or shorter, than they are known to, the machine is taken to have changed
     as a whole, and everything costs as many times as much: sizes not in use just now would never be put right.
@@ -95,8 +94,6 @@ class CostModel:
         self._num_tried = num_tried
         self._verifications = Verifications(VERIFY_S, is_flat_below)
         self._draft = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below)
-        self._unclean = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below)
-        """the same by steps in which somebody was behind: until there were others"""
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
         self._start = Start()
         self._tempo = Tempo()
@@ -135,8 +132,6 @@ class CostModel:
         """Of one draft pass with so many sequences in it."""
         if self._draft.num_measured >= self._num_tried:
             return self._draft.seconds(batch_sizes)
-        if self._unclean.num_measured >= NUM_UNCLEAN:
-            return self._unclean.seconds(batch_sizes)
         return DRAFT_SHARE * self._verify.seconds(batch_sizes)
 
     @property
@@ -246,7 +241,7 @@ class CostModel:
             return
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)
         if factor != 1.0:
-            for curve in (self._verifications, self._draft, self._unclean, self._catch_up, self._start):
+            for curve in (self._verifications, self._draft, self._catch_up, self._start):
                 curve.scale(factor)
 
     def _measure(self, outcome: Outcome) -> None:
@@ -268,11 +263,6 @@ class CostModel:
             rest_s = outcome.draft_s - min(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
             if not outcome.num_draft_prompt_tokens:  # which are read in passing, at another price
                 self._catch_up.observe(outcome.num_catch_up_tokens, rest_s)
-        else:
-            # Where every draft has something to read first, nothing would ever be known of what one takes.
-            num_read = outcome.num_catch_up_tokens + outcome.num_draft_prompt_tokens
-            num_like = num_passes + (max(num_read / KNEE, 1.0) if num_read else 0.0)
-            self._unclean.observe(max(num_drafted / num_passes, 1.0), outcome.draft_s / num_like)
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
@@ -290,7 +280,8 @@ class CostModel:
         elif outcome.draft_s > 0:  # without a pass the draft only read, and nobody was ready to draft
             draft_s = min(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
             catch_up_s = self._limited_catch_up_s(outcome.draft_s - draft_s, outcome)
-        return StepCost(draft_s, catch_up_s, verify_s, not self._tempo.is_in_doubt)
+        beyond_s = outcome.draft_s + outcome.verify_s - draft_s - catch_up_s - verify_s
+        return StepCost(draft_s, catch_up_s, verify_s, not self._tempo.is_in_doubt, max(beyond_s, 0.0))
 
     def _limited_catch_up_s(self, seconds: float, outcome: Outcome) -> float:
         """A draft without a model reads nothing, and may look for long, so a verification is the least to allow."""

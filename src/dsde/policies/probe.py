@@ -22,6 +22,10 @@ MOST_STEPS = 2.0
 MOST_UNTIMED = 4
 """probes one after the other that nobody timed, because they compiled, and that the next one follows at once: it will
 not compile any more. Further ones are paid for as expected, or else they might go on for ever"""
+MOST_PARDONS = 2
+"""probes whose price is limited to twice what was expected: they may have compiled, or been held up"""
+NUM_PER_PARDON = 8
+"""probes after which there may be another such one"""
 LONGEST_REST = 64
 """steps without drafts, known to be such beforehand"""
 NUM_TOKENS = 4
@@ -57,8 +61,8 @@ class Probe:
         self._saved_s = 0.0
         self._expected_s = 0.0
         """that the draft last thought of will take"""
-        self._last_s = 0.0
-        """that the last probe took"""
+        self._num_pardons = float(MOST_PARDONS)
+        """that are left"""
         self._price_s = 0.0
         """that must have been saved for it"""
         self._sequences = _Sequences(is_known=np.zeros(1, np.bool_))
@@ -127,8 +131,9 @@ class Probe:
 
     def end(self, step: StepCost, plain_s: float, is_resumed: bool = False) -> None:
         """The step that was one took this, and would have taken `plain_s` without. Debts have an end: it may have been
-        held up, and nobody would look again for long. Two in a row were not. With `is_resumed` its draft began from
-        rest, and may have taken longer than one that follows on another: from now on looks come in pairs.
+        held up, and nobody would look again for long. But not for ever: probes that are always dear are paid for. With
+        `is_resumed` its draft began from rest, and may have taken longer than one that follows on another: from now on
+        looks come in pairs.
         """
         self._in_pairs = self._in_pairs or is_resumed
         more_s = step.draft_s + step.catch_up_s + step.verify_s - plain_s
@@ -136,9 +141,13 @@ class Probe:
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
         if self._num_untimed > MOST_UNTIMED:
             more_s = self._expected_s
-        most_s = 2 * max(self._expected_s, min(more_s, self._last_s))
-        self._saved_s = max(self._saved_s - max(more_s, 0.0), -most_s)
-        self._last_s = more_s
+        self._num_pardons = min(self._num_pardons + 1 / NUM_PER_PARDON, MOST_PARDONS)
+        paid_s = self._saved_s - max(more_s + step.beyond_s, 0.0)
+        least_s = min(-2 * self._expected_s, self._saved_s)
+        if paid_s < least_s and self._num_pardons >= 1:
+            self._num_pardons -= 1
+            paid_s = least_s
+        self._saved_s = paid_s
         self._num_ended += 1
         self._num_open = max(self._num_open - 1, 0)
 

@@ -14,18 +14,20 @@ NUM_CORES = 4
 """one for the thread that serves, the others for all other threads of the process"""
 
 
-def keep_to_cores() -> None:
-    """The same for every process, one thread of the machine on each. Threads that there are not yet are moved the next
-    time. On a machine with few cores, or another system, nothing happens."""
+def keep_to_cores() -> list[int]:
+    """The same for every process: the last for the thread that serves, the others for all its other threads. Those that
+    there are not yet are moved the next time. On a machine with few cores, or another system, nobody is moved, and
+    nothing returned."""
     if not hasattr(os, "sched_setaffinity"):
-        return
+        return []
     # What this process itself may use is what it was moved to the last time.
     cores = sorted(core for core in os.sched_getaffinity(os.getppid()) if is_first_thread(core))[-NUM_CORES:]
     if len(cores) < NUM_CORES:
-        return
+        return []
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(thread, {cores[-1]} if thread == os.getpid() else set(cores[:-1]))
+    return cores
 
 
 def is_first_thread(core: int) -> bool:

@@ -119,11 +119,10 @@ class Engine:
         """Round 0 is there to warm up and, for a policy, to learn."""
         meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}
         before = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
-        if self.has_gpu:
-            from cores import keep_to_cores
+        from cores import keep_to_cores  # not at the top, where an engine's process does not see it yet
 
-            keep_to_cores()
-        found = self._generate(batch, tokens, number)
+        cores = keep_to_cores() if self.has_gpu else []
+        found = self._generate(batch, tokens, number) | {"cores": cores}
         found |= {f"plugin_{name}": meter[name] - before[name] for name in before}
         if before:
             policy = self.controllers[variant.removeprefix("plugin:")].policy
@@ -239,6 +238,8 @@ class Bench:
         self.report: Row = {"command": " ".join(sys.argv[1:]), "machines": [], "cells": [], "engines": []}
         if options.out and options.out.exists():
             self.report |= json.loads(options.out.read_text())
+            if any("seconds" not in found for row in self.report["cells"] for found in row["rounds"]):
+                sys.exit(f"{options.out} is of an older version, which measured otherwise: choose another file")
         self.memory_used = gpu_memory_used()
         self._write_models(folder)
 
@@ -509,7 +510,7 @@ def mean_ratio(mine: Row | None, others: list[Row]) -> str:
     best = max(others, key=lambda row: float(row["tokens_per_s"]))
     if mine["group"] != best["group"] or len(mine["rounds"]) < 2 or len(mine["rounds"]) != len(best["rounds"]):
         return "-"
-    from intervals import half_width  # not at the top, where an engine's process does not see it yet
+    from intervals import half_width  # as `cores` above
 
     speeds = [list(map(speed_of, row["rounds"])) for row in (best, mine)]
     ratios = [ours / theirs for theirs, ours in zip(*speeds, strict=True)]

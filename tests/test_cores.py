@@ -41,7 +41,8 @@ def test_the_serving_thread_has_a_core_of_its_own(
     monkeypatch.setattr(os, "sched_setaffinity", moved.__setitem__)
     monkeypatch.setattr(cores, "is_first_thread", lambda core: core % num_per_core == 0)
     for _ in range(2):
-        cores.keep_to_cores()
+        kept = cores.keep_to_cores()
+    assert len(kept) == (cores.NUM_CORES if expected else 0)
     assert moved.get(other.native_id) == expected
     assert moved.get(os.getpid()) == (expected and {max(expected) + num_per_core})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from asynchronous import force_asynchronous
@@ -34,20 +36,24 @@ def test_it_goes_through_all_of_a_draft_and_changes_nothing(make_engine: MakeEng
     assert engine.controller.meter["num_accepted_tokens"] > 0
 
 
+@pytest.mark.parametrize("max_num_seqs", [2, 3, 16])
 def test_with_asynchronous_scheduling_nothing_is_left_to_compile(
-    make_engine: MakeEngine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    max_num_seqs: int, make_engine: MakeEngine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where vLLM puts positions right behind a verification, for one request and for several, before and after."""
+    import torch
     from torch._dynamo.utils import counters
     from vllm import SamplingParams
 
     force_asynchronous(monkeypatch)
+    torch._dynamo.reset()
     target, draft = pair
     engine = make_engine(
         model=target,
         speculative_config=speculation(draft, 3),
         additional_config=asking("static:2"),
         async_scheduling=True,
+        max_num_seqs=max_num_seqs,
     )
     runner = engine.core.model_executor.driver_worker.worker.model_runner
     assert runner.use_async_spec_decode
@@ -55,8 +61,17 @@ def test_with_asynchronous_scheduling_nothing_is_left_to_compile(
     compile_all(runner, runner.num_spec_tokens + 1)
     compiled = counters["frames"]["ok"]
     assert compiled > before
-    for lengths in ([20], [3, 9, 20], [4, 30], [40, 2, 2, 2, 2, 2, 2]):
-        prompts = [{"prompt_token_ids": list(range(10 + place, 30 + place))} for place in range(len(lengths))]
-        engine.generate(prompts, [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for num in lengths])
+    vllm, nums, steps = engine.llm.llm_engine, [], 0
+    joining = {0: (0, 60), 5: (1, 20), 25: (2, 20), 26: (3, 8), 27: (4, 12)}
+    while joining or vllm.has_unfinished_requests():
+        if steps in joining:
+            number, num_tokens = joining.pop(steps)
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            vllm.add_request(str(number), {"prompt_token_ids": list(range(10 + number, 30 + number))}, params)
+        vllm.step()
+        nums.append(len(engine.core.scheduler.running))
+        steps += 1
+    assert max(nums) >= min(max_num_seqs, 3)
+    assert {(1, 1), (1, 2), (2, 2), (2, 1)} <= set(pairwise(nums))
     assert engine.controller.meter["num_accepted_tokens"] > 0
     assert counters["frames"]["ok"] == compiled

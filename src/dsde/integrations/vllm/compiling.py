@@ -19,8 +19,9 @@ from dsde.integrations.vllm.draft_graphs import uniform_metadata
 
 BATCHES = (1, 3, 16)
 """one, any other number, a multiple of 16"""
-CHANGES = ((3, 2), (1, 1), (1, 2), (2, 1))
-"""requests of a step and of the one before: of two numbers above 1 any others will do, if at first they differ"""
+CHANGES = ((3, 2), (1, 1), (1, 2), (2, 1), (2, 2))
+"""requests of a step and of the one before: of two numbers above 1 any others will do, if at first they differ. The
+last is for limits below 4, where numbers are taken to be the limit"""
 LARGEST_BLOCK = 256
 """tokens of a request up to which vLLM has kernels of different sizes"""
 

@@ -114,7 +114,7 @@ def _compile(runner: Any, longest: int) -> None:
     try:
         compile_all(runner, longest)
     except Exception as error:
-        logger.warning("dsde: the first draft of every length will take longer: %s", error)
+        logger.warning("dsde: first drafts, or their verification, will take longer: %s", error)
         return
     logger.info("dsde: kernels for all lengths compiled in %.1f s", time.perf_counter() - begin)
 

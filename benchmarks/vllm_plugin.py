@@ -84,10 +84,12 @@ class Engine:
 
     def __init__(self, job: Row) -> None:
         self.job = job
-        self.batch = self.num_steps = 0
-        """steps since all requests have their first token"""
+        self.batch = 0
+        """requests of the generation under way"""
         self.begun: tuple[float, int] | None = None
-        """when they had it, and how many tokens there were by then"""
+        """when all of them had their first token, and how many tokens there were by then"""
+        self.num_steps = 0
+        """since then"""
         self.controllers: dict[str, Any] = {}
         if job["policy"]:
             from dsde.integrations.vllm.plugin import register

@@ -23,7 +23,7 @@ from dsde.policies.goodput import Goodput
 from dsde.policies.lifespan import Lifespan
 from dsde.policies.nightjar import Nightjar
 from dsde.policies.percentilecap import PercentileCap
-from dsde.policies.probe import MOST_PARDONS, MOST_UNTIMED, NUM_PER_PARDON, SHARE, Probe
+from dsde.policies.probe import MOST_OWED, MOST_PARDONS, MOST_UNTIMED, NUM_PER_PARDON, SHARE, Probe
 
 
 def batch_of(slots: list[int], rooms: list[int] | None = None, num_prompt_tokens: int = 0) -> BatchView:
@@ -1159,8 +1159,8 @@ def test_probes_that_are_always_dear_are_paid_for(in_pairs: bool) -> None:
     for _ in range(num_dear):
         before = num_steps
         while not probe.begin(batch):
-            probe.save(0.01)
-            num_steps += 1
+            probe.save(10 * 0.01)
+            num_steps += 10
         waits.append(num_steps - before)
         probe.end(StepCost(draft_s=0.1, catch_up_s=0.0, verify_s=0.01, beyond_s=0.9), 0.01, is_resumed=in_pairs)
         if probe.is_due(batch):
@@ -1169,6 +1169,19 @@ def test_probes_that_are_always_dear_are_paid_for(in_pairs: bool) -> None:
     assert waits[1] < 1000, "the first may have compiled"
     num_pardoned = MOST_PARDONS + (1 + in_pairs) * num_dear / NUM_PER_PARDON + 1
     assert num_steps * 0.01 * SHARE >= num_dear - num_pardoned
+
+
+def test_a_machine_that_slept_during_a_probe_is_probed_again() -> None:
+    """However often that was before."""
+    probe = Probe(CostModel(), 4)
+    probe.cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
+    for _ in range(5):
+        num_steps = 0
+        while not probe.begin(batch_of([0])):
+            probe.save(100 * 0.01)
+            num_steps += 100
+        probe.end(StepCost(draft_s=0.1, catch_up_s=0.0, verify_s=0.01, beyond_s=3600.0), 0.01)
+    assert MOST_OWED <= num_steps * SHARE < 1.1 * MOST_OWED
 
 
 def test_a_step_that_tells_nothing_is_typical() -> None:

@@ -26,6 +26,8 @@ MOST_PARDONS = 2
 """probes whose price is limited to twice what was expected: they may have compiled, or been held up"""
 NUM_PER_PARDON = 8
 """probes after which there may be another such one"""
+MOST_OWED = 512.0
+"""steps without drafts: a machine may have slept meanwhile"""
 LONGEST_REST = 64
 """steps without drafts, known to be such beforehand"""
 NUM_TOKENS = 4
@@ -142,7 +144,7 @@ class Probe:
         if self._num_untimed > MOST_UNTIMED:
             more_s = self._expected_s
         self._num_pardons = min(self._num_pardons + 1 / NUM_PER_PARDON, MOST_PARDONS)
-        paid_s = self._saved_s - max(more_s + step.beyond_s, 0.0)
+        paid_s = max(self._saved_s - max(more_s + step.beyond_s, 0.0), -MOST_OWED * plain_s)
         least_s = min(-2 * self._expected_s, self._saved_s)
         if paid_s < least_s and self._num_pardons >= 1:
             self._num_pardons -= 1

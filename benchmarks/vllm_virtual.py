@@ -101,15 +101,18 @@ class Request:
 
 
 class VirtualVLLM:
-    def __init__(self, policy: str, costs: Costs, acceptance: float, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, policy: str, costs: Costs, acceptance: float, noise: float = 0.0, seed: int = 0, is_plain: bool = False
+    ) -> None:
+        """With `is_plain` as on a CPU: no graphs, and no step is scheduled before the last is reported."""
         self.now = 0.0
         limits = Limits(
             max_length=6,
             max_model_len=2048,
-            num_in_flight=NUM_IN_FLIGHT,
-            exact_rooms=False,
+            num_in_flight=1 if is_plain else NUM_IN_FLIGHT,
+            exact_rooms=is_plain,
             can_skip=True,
-            num_graph_tokens=GRAPH_TOKENS,
+            num_graph_tokens=0 if is_plain else GRAPH_TOKENS,
         )
         self.controller = Controller(make_supported(policy, "draft_model"), limits, clock=lambda: self.now)
         self.costs, self.acceptance, self.noise = costs, acceptance, noise
@@ -131,7 +134,7 @@ class VirtualVLLM:
         while waiting or under_way or self._running:
             if waiting or self._running:
                 under_way.append(self._schedule(waiting))
-            if len(under_way) >= NUM_IN_FLIGHT or not (waiting or self._running):
+            if len(under_way) >= self.controller.limits.num_in_flight or not (waiting or self._running):
                 self._run(*under_way.popleft())
         return self.now - begin
 

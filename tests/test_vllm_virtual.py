@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from vllm_virtual import PAIRS, TOKENS, VirtualVLLM, tokens_per_s
+from vllm_virtual import PAIRS, TOKENS, Costs, VirtualVLLM, tokens_per_s
 
 SEEDS = range(3)
 
@@ -52,6 +52,26 @@ def test_a_draft_that_missed_every_prompt_is_not_made_to_read_them_for_a_look() 
     for _ in range(3):
         engine.generate(256, 60)
     assert engine.num_caught_up - before < 3 * 256 * 64 / 8
+
+
+def test_a_draft_that_is_much_too_slow_is_hardly_ever_looked_at() -> None:
+    """A look takes as long as a whole batch of requests here, and has something to read every time, so that what drafts
+    take is never learnt."""
+    costs = Costs(
+        verify=([1, 64, 1024], [3.5, 3.6, 60.0]),
+        context=([1, 256], [0.0, 0.0]),
+        ragged=0.0,
+        prompt=(1.0, 0.05),
+        start=0.0,
+        draft=(100.0, 0.5),
+        catch_up=(100.0, 1.0),
+    )
+    auto, off = (VirtualVLLM(policy, costs, 0.0, 0.05, is_plain=True) for policy in ("auto", "off"))
+    for engine in (auto, off):
+        engine.generate(64, 200)
+    assert not auto.controller.policy.cost_models[0].to_dict()["draft"]
+    seconds = [sum(engine.generate(64, 200) for _ in range(8)) for engine in (off, auto)]
+    assert seconds[0] / seconds[1] > 0.97
 
 
 def test_all_requests_end_and_nothing_is_left() -> None:

@@ -1031,6 +1031,28 @@ def test_probes_by_few_look_at_others_every_other_time() -> None:
     assert not set(looked[0]) & set(looked[1])
 
 
+def test_probes_of_others_begin_with_those_who_have_little_to_read() -> None:
+    """Long prompts come last, and then everybody again."""
+    probe = Probe(CostModel(is_flat_below=True), 4)
+    slots = list(range(8))
+    for _ in range(20000):
+        probe.save(0.01)
+    probe.cost.observe(outcome_of(slots, [0] * 8, [0] * 8, verify_s=0.01))
+    looked: list[set[int]] = []
+    for _ in range(40):
+        batch = batch_of(slots)
+        batch.num_missed = np.array([400, 400, 400, 5000, 5000, 5000, 5000, 5000])
+        probe.cost.see(batch)
+        probe.save(100.0)
+        assert probe.begin(batch)
+        looked.append(set(np.flatnonzero(probe.lengths).tolist()))
+        probe.end(StepCost(0.0, 0.0, 0.01), 0.01)
+    first = next(place for place, one in enumerate(looked) if max(one) > 2)
+    assert set.union(*looked[:first]) == {0, 1, 2}
+    assert set.union(*looked[:20]) == set(slots)
+    assert sum(max(one) > 2 for one in looked) < 20
+
+
 @pytest.mark.parametrize("num_missed", [1, 300])
 def test_beside_prompts_a_look_is_not_taken_for_cheap(num_missed: int) -> None:
     """A pass over them takes ten times as long, so may a look, by that measure; and no size of batch is tried out."""

@@ -39,6 +39,8 @@ NUMS = (1, 2, 4)
 @dataclass
 class _Sequences(SlotTable):
     is_known: BoolArray
+    was_probed: BoolArray
+    """since all were"""
 
 
 class Probe:
@@ -67,7 +69,7 @@ class Probe:
         """that are left"""
         self._price_s = 0.0
         """that must have been saved for it"""
-        self._sequences = _Sequences(is_known=np.zeros(1, np.bool_))
+        self._sequences = _Sequences(is_known=np.zeros(1, np.bool_), was_probed=np.zeros(1, np.bool_))
 
     @property
     def is_under_way(self) -> bool:
@@ -91,11 +93,13 @@ class Probe:
         self._num_open = self._num_due = 0
         if self._may_begin(batch, num_tried):
             self._num_open, self._num_due, self._due_slots = 1, int(self._in_pairs), batch.slots
+            self._sequences.was_probed[batch.slots[self.lengths > 0]] = True
         return self.is_under_way
 
     def _may_begin(self, batch: BatchView, num_tried: int) -> bool:
         if not batch.rooms.any():
             return False
+        self._sequences.cover(batch.slots)
         most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
         everybody = np.minimum(batch.rooms, 1)
         is_untried = self.cost.num_verified(batch.num_sequences + int(everybody.sum())) < num_tried
@@ -160,7 +164,6 @@ class Probe:
     def _welcome(self, batch: BatchView, lifespan: Lifespan) -> None:
         """Those who were not there before bring some of the price: nobody knows how easy they are. Many are not all
         alike. Not more than the share of the time that they will take."""
-        self._sequences.cover(batch.slots)
         is_new = ~self._sequences.is_known[batch.slots]
         self._sequences.is_known[batch.slots] = True
         if is_new.any():
@@ -171,14 +174,18 @@ class Probe:
 
     def _choose(self, batch: BatchView, most_s: float) -> None:
         """A token of everybody, or a few of few, where much would have to be read first: those with the least to catch
-        up, every other time the most, and as many of them as tells most for its price, if every token stands as by a
-        coin."""
+        up, every other time of those who were not probed yet, and as many of them as tells most for its price, if every
+        token stands as by a coin."""
         num_all = batch.slots.size
         can_all = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
         behind = np.where(batch.rooms > 0, self.cost.behind(batch.slots), np.iinfo(np.int64).max)
         order = np.argsort(behind, kind="stable")[: np.count_nonzero(batch.rooms)]
-        if self._num_ended % 2:
-            order = order[::-1]  # or those who were looked at once would be looked at for ever
+        if self._num_ended % 2:  # or those who were looked at once would be looked at for ever
+            was_probed = self._sequences.was_probed[batch.slots]
+            if was_probed[order].all():
+                was_probed[:] = False
+                self._sequences.was_probed[batch.slots] = was_probed
+            order = order[np.argsort(was_probed[order], kind="stable")]
         best = np.inf
         for num in (num_all,) if can_all else NUMS:
             lengths = np.zeros(num_all, np.int64)

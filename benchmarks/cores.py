@@ -1,7 +1,7 @@
 """Cores of the host that a benchmark of a GPU keeps to, so that all that is compared runs on the same ones.
 
-Where the host is about as busy as the GPU, what else runs on the core of the thread that serves was seen to cost a
-quarter of the speed, for seconds. Knows nothing of what is measured.
+Where the host is about as busy as the GPU, what else runs on the core of the thread that serves decides about its
+speed, for seconds. Knows nothing of what is measured.
 """
 
 from __future__ import annotations

@@ -474,9 +474,11 @@ class Bench:
             lines.append(f"{variant:20}" + "".join(f"{f'{speed:.0f}' if speed else '-':>12}" for speed in speeds))
         lines += ["", f"| tokens/s, batch | {' | '.join(map(str, batches))} |", "| --- |" + " --- |" * len(batches)]
         fixed = [variant for variant in variants if variant.startswith("static:")]
-        for variant in (variant for variant in variants if variant.startswith("plugin:")):
+        for variant in (variant for variant in variants if variant.startswith(("plugin:", "static:"))):
             policy = variant.removeprefix("plugin:")
-            rivals = {"off": ["off"], "best static": fixed, "table": ["table"], f"stock {policy}": [policy]}
+            rivals = {"off": ["off"]}
+            if policy != variant:
+                rivals |= {"best static": fixed, "table": ["table"], f"stock {policy}": [policy]}
             for name, others in rivals.items():
                 there = [[cells[one, batch] for one in others if (one, batch) in cells] for batch in batches]
                 mine = [cells.get((variant, batch)) for batch in batches]

@@ -1050,6 +1050,7 @@ def test_probes_of_others_begin_with_those_who_have_little_to_read() -> None:
     first = next(place for place, one in enumerate(looked) if max(one) > 2)
     assert set.union(*looked[:first]) == {0, 1, 2}
     assert set.union(*looked[:20]) == set(slots)
+    assert set.union(*looked[20:]) == set(slots), "and everybody again"
     assert sum(max(one) > 2 for one in looked) < 20
 
 

@@ -181,7 +181,7 @@ class VirtualVLLM:
             request.all_token_ids += [0] * (num_accepted + 1)
             if request.is_done:
                 self._finished.add(name)
-        feedback = Feedback(verify_s=verify_s, draft_s=draft_s) if directive.is_timed else None
+        feedback = Feedback(verify_s, draft_s, verify_s + draft_s) if directive.is_timed else None
         self.controller.observe(directive.step, sampled, feedback)
 
     def _noisy(self, milliseconds: float) -> float:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -1214,3 +1215,22 @@ def test_a_step_that_tells_nothing_is_typical() -> None:
         cost.observe(outcome_of([0], [0], [0], verify_s=0.01))
     assert not cost.observe(outcome_of([0], [0], [0], verify_s=0.05)).is_typical
     assert cost.observe(outcome_of([0], [0], [0], verify_s=0.05, num_prompt_tokens=9)).is_typical
+
+
+def test_a_size_that_was_not_known_well_is_no_other_machine() -> None:
+    """What a step without drafts takes is measured again while drafts go on as they did: it alone is put right."""
+    cost = CostModel()
+    for _ in range(40):
+        cost.observe(outcome_of([0], [0], [0], 0.0, 42e-3))
+    serve(cost, 1.0, [4] * 20)
+    before = prices(cost)[2:]
+    cost.observe(replace(outcome_of([0], [0], [0], 0.0, 28e-3), num_steps=4))
+    assert cost.verify_s(1) == pytest.approx(28e-3)
+    np.testing.assert_allclose(prices(cost)[3:], before[1:], rtol=0.01)
+
+
+def test_a_batch_that_shrinks_is_known_for_a_while() -> None:
+    cost = CostModel(num_tried=2)
+    for _ in range(2):
+        cost.observe(outcome_of([0] * 64, [0] * 64, [0] * 64, 0.0, 5e-3))
+    assert [cost.is_below(num) for num in (64, 58, 45, 34)] == [False, False, False, True]

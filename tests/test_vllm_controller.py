@@ -65,6 +65,8 @@ class Scheduler:
         self.lengths: dict[str, int] = {}
         self.finished: set[str] = set()
         self.pass_s = 0.002
+        self.gap_s = 0.0
+        """that the device waits before a step"""
 
     def step(self, accepted: int = 0, signals: bool = False) -> Directive:
         """Schedule, run and report one step; of every draft so many tokens stand."""
@@ -93,7 +95,8 @@ class Scheduler:
             sampled[name] = stood + 1
             request.num_computed_tokens -= len(drafts.get(name, ())) - stood
             request.output += [9] * (stood + 1)
-        feedback = Feedback(verify_s=0.01, draft_s=self.pass_s * max(directive.lengths.values(), default=0))
+        draft_s = self.pass_s * max(directive.lengths.values(), default=0)
+        feedback = Feedback(verify_s=0.01, draft_s=draft_s, step_s=0.01 + draft_s + self.gap_s)
         if signals:
             feedback.request_ids = list(reversed(self.requests))
             feedback.num_drafted = [len(drafts.get(name, ())) for name in feedback.request_ids]
@@ -313,31 +316,36 @@ def test_a_name_that_is_used_again_is_another_request() -> None:
     assert len(policy.outcomes) >= num_before + 3
 
 
-@pytest.mark.parametrize("waiting_s", [0.001, 5.0])
-def test_what_the_device_does_not_do_is_shared_by_verification_and_draft(waiting_s: float) -> None:
-    """vLLM's own work between steps; but not the time in which nobody asked for anything."""
-    policy = Recorded([0, 0, 0, 0, 3, 0])
-    now = [0.0]
-    controller = Controller(policy, make(policy).limits, clock=lambda: now[0])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_what_the_device_waits_for_is_shared_by_verification_and_draft(is_idle: bool) -> None:
+    """vLLM's own work between steps; but not the time in which nobody asked for anything. What is launched for a draft
+    keeps the host until the next step, which waits for that: neither it nor another one without drafts is dearer."""
+    policy = Recorded([0, 0, 0, 3, 0, 0, 0])
+    controller = make(policy)
     scheduler = Scheduler(controller, 1)
-    decide = controller.decide
-    took = iter([0.013] * 4 + [0.026, 0.013])  # 10 ms of each verifies, and 6 ms of the fifth one drafts
-
-    def decide_and_run(*given: Any) -> Directive:
-        now[0] += waiting_s
-        directive = decide(*given)
-        now[0] += next(took)
-        return directive
-
-    controller.decide = decide_and_run  # type: ignore[method-assign]
-    for _ in range(6):
+    for gap_s in (0.001, 0.001, 0.001, 0.001, 0.004, 5.0 if is_idle else 0.002, 0.001):
+        if is_idle and gap_s == 5.0:
+            controller._clock.now += gap_s  # type: ignore[attr-defined]
+        scheduler.gap_s = gap_s
         scheduler.step(3)
-    waited_s = waiting_s if waiting_s < 1 else 0.0
-    *plain, drafting, verifying = policy.outcomes
-    assert [one.verify_s for one in plain] == pytest.approx([0.013 + waited_s] * 3)
-    assert drafting.verify_s == pytest.approx(0.013 + waited_s)
-    assert verifying.draft_s == pytest.approx(0.013)
-    assert verifying.verify_s == pytest.approx(0.013 + waited_s)
+    plain, drafting, verifying, behind, last = policy.outcomes[:2], *policy.outcomes[2:]
+    assert [one.verify_s for one in plain] == pytest.approx([0.011] * 2)
+    assert (drafting.verify_s, drafting.draft_s) == pytest.approx((0.011, 0.0))
+    assert (verifying.verify_s, verifying.draft_s) == pytest.approx((0.011, 0.009))
+    assert (behind.verify_s, behind.draft_s) == pytest.approx((0.011 if is_idle else 0.012, 0.0))
+    assert (last.verify_s, last.draft_s) == pytest.approx((0.011, 0.0))
+
+
+def test_what_a_step_took_behind_one_that_nobody_timed_is_what_the_device_did() -> None:
+    policy = Recorded([0, 0, 0])
+    controller = make(policy)
+    scheduler = Scheduler(controller, 1)
+    scheduler.gap_s = 0.003
+    for _ in range(2):
+        scheduler.step()
+    scheduler.gap_s = -0.01  # so that there is no such time
+    scheduler.step()
+    assert [one.verify_s for one in policy.outcomes] == pytest.approx([0.013] * 2)
 
 
 class Resting(Recorded):
@@ -374,7 +382,7 @@ def test_a_rest_is_not_asked_about_and_told_as_a_whole() -> None:
     assert len(policy.batches) == 1
     assert not policy.outcomes, "the first step verifies nothing, and of the others nothing is told yet"
     assert all(directive.lengths == {"r0": 0, "r1": 0, "r2": 0} for directive in directives)
-    assert [place for place, directive in enumerate(directives) if directive.is_timed] == [0, 8, 16]
+    assert [place for place, directive in enumerate(directives) if directive.is_timed] == [0, 1, 2, 3, 4, 8, 9, 16, 17]
     # Now the policy is asked, and before that it is told.
     directive = scheduler.step()
     assert policy.events == ["plan", *["observe"] * 20, "plan", "observe"]
@@ -448,7 +456,7 @@ def test_steps_under_way_belong_to_their_rest() -> None:
         lengths = directive.longest
         if len(under_way) > 1:
             controller._clock.now += 0.01  # type: ignore[attr-defined]
-            controller.observe(under_way.pop(0), {"r0": 1}, None)
+            controller.observe(under_way.pop(0), {"r0": 1}, Feedback(0.009, 0.0, 0.01))
             request.output.append(9)
     assert told == [0] * 7 + [6, 6]
     assert [outcome.verify_s for outcome in policy.outcomes[:6]] == pytest.approx([0.01] * 6)
@@ -625,7 +633,7 @@ def test_blocks_of_the_prefix_cache_that_the_draft_never_read_are_known_before_t
 
 
 def test_a_look_without_drafts_decides_nothing() -> None:
-    """Though a stop is left of what a stage took away."""
+    """Though a stop is left of what a stage took away. It lasts until such a step has been measured."""
 
     class Looking(Recorded):
         def plan(self, batch: BatchView) -> Plan:
@@ -637,7 +645,7 @@ def test_a_look_without_drafts_decides_nothing() -> None:
     controller._takes_turns = controller._obeys_prediction = True
     scheduler = Scheduler(controller, 2)
     lengths = [max(scheduler.step().lengths.values()) for _ in range(8)]
-    assert lengths == [3, 3, 3, 3, 0, 3, 3, 3]
+    assert lengths == [3, 3, 3, 3, 0, 0, 3, 3]
 
 
 def test_what_the_draft_reads_of_prompts_is_not_the_price_of_its_passes() -> None:

@@ -21,6 +21,7 @@ from dsde.policies.limits import LONGEST, check_whole
 from dsde.policies.menu import Menu
 from dsde.policies.price import find_prices
 from dsde.policies.probe import Probe
+from dsde.policies.recheck import Recheck
 
 NUM_TRIED = 2
 """measurements of a size before it is believed"""
@@ -28,11 +29,16 @@ FIRST_REACH = 1
 """tokens that the first drafts may have; twice as many after every step that drafted"""
 MOST_BLIND = 8
 """steps without drafts that are made only to have them measured, one after the other; some engines measure nothing"""
+CLEAR_GAIN = 1.5
+"""times as fast as without drafts, that needs no second measurement of these"""
 URGENCY = 10.0
 """how much more of the time goes into probes that drafting would save, as it seems: a tenth of it"""
 PATIENCE = 3
 """drafts that were planned although they do not seem to pay, before everybody stops: what one step took may be an
 accident, and whoever begins again has to read what the draft missed"""
+LEAST_GAIN = 0.025
+"""of a step's tokens, that drafts must seem to bring: what is compared is not known better than that, and requests that
+draft end at different times, the last of them by themselves"""
 CLEAR_LOSS = 0.15
 """of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
 NUM_IN_PASSING = 2
@@ -64,7 +70,7 @@ class _Draft:
     """tokens per second while drafting; 0: nobody drafts, or only to look"""
     is_probing: bool
     is_blind: bool
-    """made without drafts because nobody knows what that costs"""
+    """made without drafts to have that measured"""
     is_doubtful: bool
     """made with drafts that do not seem to pay"""
     foregone_s: float
@@ -105,6 +111,7 @@ class Auto(Policy):
         """realised over planned rate while drafting, lately"""
         self._reach = min(FIRST_REACH, max)
         self._probe = Probe(self.cost, max, self._lifespan)
+        self._recheck = Recheck()
         self._menu = Menu(max)
         self._current: _Draft | None = None
         self._next: _Draft | None = None
@@ -144,7 +151,9 @@ class Auto(Policy):
         self._current, self._next, self._num_observed, self._num_rested = draft, None, 0, 0
         # Whoever only has to know what a step without drafts costs goes on behind it.
         self._drafts = draft.plan.stop is not None or (draft.is_blind and self._drafts)
-        self._num_blind += draft.is_blind
+        if draft.is_blind:
+            self._num_blind += 1
+            self._recheck.begin(batch.num_sequences)
         draft.plan.lengths = np.minimum(draft.plan.lengths, batch.rooms)
         return draft.plan
 
@@ -213,7 +222,9 @@ class Auto(Policy):
             # Before what is believed costs much it is looked at once more, and again.
             self._probe.save(outcome.num_steps * (plain_s + URGENCY * draft.foregone_s))
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
+            self._recheck.pass_over(outcome.num_sequences)
             return
+        self._recheck.count(outcome.num_sequences)
         self._reach = min(2 * self._reach, self.max)
         # Plans leave prompts out that are read anyway.
         prompts_s = plain_s - float(self.cost.verify_s(outcome.num_sequences))
@@ -237,8 +248,7 @@ class Auto(Policy):
             # Without those who will have ended before it has paid for what their drafts must read first.
             choice = self._choose(batch, np.where(is_worth, hopes, LOWEST))
             choice.lengths = np.where(is_worth, choice.lengths, 0)
-        # Whoever begins with drafts compares them with a step that was never made, and a wrong guess of that lasts.
-        is_blind = self._num_blind < MOST_BLIND and self.cost.is_guess(batch)
+        is_blind = self._is_blind(batch, choice)
         pays, foregone_s = (False, 0.0) if is_blind else self._decide(batch, choice)
         chosen = choice.lengths if pays else choice.lengths * 0
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
@@ -289,6 +299,14 @@ class Auto(Policy):
         is_doubtful = pays and not self._seems_to_pay(choice)
         return _Draft(batch, plan, planned_rate, is_probing, is_blind, is_doubtful, foregone_s)
 
+    def _is_blind(self, batch: BatchView, choice: _Choice) -> bool:
+        """Whether to have a step without drafts measured: whoever begins with drafts compares them with one that was
+        never made, whoever goes on with one that may not be like that any more, and a wrong guess of that lasts."""
+        if self._num_blind < MOST_BLIND and self.cost.is_guess(batch):
+            return True
+        is_clear = choice.rate * self._gain > CLEAR_GAIN * choice.rate_off
+        return self._drafts and not is_clear and self._recheck.is_due(batch.num_sequences) and self.cost.can_rest(batch)
+
     def _decide(self, batch: BatchView, choice: _Choice) -> tuple[bool, float]:
         """Whether to draft; if not, seconds a step that drafting is believed to save all the same.
 
@@ -304,7 +322,7 @@ class Auto(Policy):
         return False, batch.num_sequences * self._saved_s(choice)
 
     def _seems_to_pay(self, choice: _Choice) -> bool:
-        return choice.rate * self._gain > choice.rate_off and bool(choice.lengths.any())
+        return choice.rate * self._gain > (1 + LEAST_GAIN) * choice.rate_off and bool(choice.lengths.any())
 
     def _saved_s(self, choice: _Choice) -> float:
         """Of every token that is emitted, by drafting."""

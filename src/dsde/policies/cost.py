@@ -28,9 +28,12 @@ LARGEST_EXCESS = 10.0
 MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
 LONGEST_IDLE = 16
-"""steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
+"""steps without drafts after which a new measurement of one replaces the old ones: it was decided by these; likewise
+verifications after which one without drafts does"""
 NUM_GUESSED = 3
 """verifications of a size of batch, for which what smaller ones cost is taken from batches of other sizes"""
+NEAR = 1.5
+"""times as many tokens, that tell what a step without drafts takes: batches shrink one by one"""
 MOST_ASIDE = 16
 """steps that are not learnt from before it is known whether the machine has changed"""
 
@@ -193,19 +196,21 @@ class CostModel:
 
     def is_guess(self, batch: BatchView) -> bool:
         """Whether it is time to measure a step of this batch without drafts, since hardly any so small has been: before
-        anything is compared with it, or where other sizes of batch tell about what it costs, after a while. Not while
-        most are new: the draft would miss their prompts, and have to read them later. Nor beside prompts, which would
-        be measured with it."""
-        if batch.num_prompt_tokens:
+        anything is compared with it, or where other sizes of batch tell about what it costs, after a while and where
+        it can be done."""
+        if batch.num_prompt_tokens or not self.is_below(batch.num_sequences):
             return False
-        is_time = self._verifications.is_first or (
-            self._verify.num_measured >= NUM_GUESSED and 2 * self._num_new(batch.slots) <= batch.slots.size
-        )
-        return is_time and self.is_below(batch.num_sequences)
+        return self._verifications.is_first or (self._verify.num_measured >= NUM_GUESSED and self.can_rest(batch))
+
+    def can_rest(self, batch: BatchView) -> bool:
+        """Whether a step of this batch without drafts could be measured at little loss. Not while most are new: the
+        draft would miss their prompts, and have to read them later. Nor beside prompts, which would be measured with
+        it."""
+        return not batch.num_prompt_tokens and 2 * self._num_new(batch.slots) <= batch.slots.size
 
     def is_below(self, tokens: float) -> bool:
-        """Whether verifications of so many tokens, or fewer, have hardly been measured."""
-        return self._verify.num_at_most(tokens) < self._num_tried
+        """Whether verifications of so many tokens, or fewer, have hardly been measured, nor of a few more."""
+        return self._verify.num_at_most(NEAR * tokens) < self._num_tried
 
     def age(self, tokens: float) -> int:
         """Verifications since the last one of about so many tokens."""
@@ -235,7 +240,10 @@ class CostModel:
         if outcome.num_prompt_tokens or not outcome.verify_s > 0:
             self._tempo.pass_over()
             return
-        ratio = self._verify.ratio(_num_verified(outcome), outcome.verify_s)
+        num_verified = _num_verified(outcome)
+        ratio = self._verify.ratio(num_verified, outcome.verify_s)
+        if self.age(num_verified) >= LONGEST_IDLE:
+            ratio = None  # that size may not be known well, while others go on as they did
         if ratio is None and not self._verify.is_trusted:
             self._tempo.pass_over()  # steps of a batch size that is new do not tell, however many are waited for
             return
@@ -245,9 +253,12 @@ class CostModel:
                 curve.scale(factor)
 
     def _measure(self, outcome: Outcome) -> None:
-        if outcome.verify_s > 0:
-            self._verify.observe(_num_verified(outcome), outcome.verify_s, outcome.num_steps)
         num_passes, num_drafted = _drafting(outcome)
+        if outcome.verify_s > 0:
+            num_verified = _num_verified(outcome)
+            if not num_passes and not outcome.num_prompt_tokens and self.age(num_verified) >= LONGEST_IDLE:
+                self._verify.renew(num_verified)
+            self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:
             self._num_idle += outcome.num_steps
             return

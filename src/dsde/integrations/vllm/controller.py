@@ -50,7 +50,7 @@ class Decision:
     num_catch_up_tokens: int = 0
     num_draft_prompt_tokens: int = 0
     draft_s: float = 0.0
-    """what it took; written when the step has been reported"""
+    """what it took; written when the step has been reported, and the one that verifies it"""
 
 
 @dataclass(slots=True)
@@ -276,9 +276,10 @@ class Controller:
     def _begin_rest(self, decision: Decision, plan: Plan, lengths: dict[str, int]) -> None:
         """As long as the policy says; or else until it has seen what came of a plan, if steps until then repeat it."""
         num_left = plan.num_resting
-        if self._takes_turns and not self._settled.is_on:
+        is_check = self._obeys_prediction and self._settled.is_on
+        if is_check or (self._takes_turns and not self._settled.is_on):
             # When it ends, the newest of its steps have not been reported yet. Whoever is told of it as a whole is to
-            # be told what a step took, too.
+            # be told what a step took, too. A single one between drafts would say little: they are still launched.
             num_left = max(num_left, self.limits.num_in_flight + (LEAST_MEASURED - 1 if self._pairs else 0))
         # A trace has a line for every step. A draft that cannot be left out takes its time in every one.
         if num_left > 0 and decision.request_ids and self.limits.can_skip and self._trace is None:
@@ -302,15 +303,14 @@ class Controller:
         self.policy.settle()
 
     def _note_rest(self, rest: Rest, feedback: Feedback | None) -> None:
-        """Another of its steps is over: it took as long as since the report before."""
+        """Another of its steps is over."""
         now = self._clock()
         if self._reported_at is not None:
-            seconds = now - self._reported_at
-            rest.seconds.append(seconds)
-            self.meter["verify_s"] += seconds
-            if feedback is not None and feedback.verify_s > 0:
-                self._gaps_s.append(max(seconds - feedback.verify_s, 0.0))
+            self.meter["verify_s"] += now - self._reported_at
         self._reported_at = now
+        if feedback is not None and feedback.step_s > 0:
+            rest.seconds.append(feedback.step_s)
+            self._gaps_s.append(max(feedback.step_s - feedback.verify_s, 0.0))
 
     # With every report
 
@@ -343,23 +343,26 @@ class Controller:
     def _share_time(self, step: Step, feedback: Feedback) -> float:
         """Note what the drafting at the end of a step took; what the rest of it did.
 
-        A step takes as long as from one report to the next. What the device does not do in it, vLLM's own work, counts
-        for the verification as much as in steps without drafts, and beyond that for the draft.
+        The device waits before a step for what the host does between two: in steps behind no draft that is vLLM's own
+        work, which verification takes with it; what is beyond that was the draft's.
         """
         now = self._clock()
-        since, reported_at = step.scheduled_at, self._reported_at
-        if reported_at is not None and since - reported_at < now - since:  # or else nobody had anything to do
-            since = reported_at
+        was_idle = self._reported_at is not None and step.scheduled_at - self._reported_at >= now - step.scheduled_at
         self._reported_at = now
         if not feedback.verify_s > 0:
             return 0.0
-        gap_s = max(now - since - feedback.verify_s - feedback.draft_s, 0.0)
-        if not step.decision.lengths.any() and not step.decision.num_catch_up_tokens:
+        step.decision.draft_s = feedback.draft_s
+        usual_s = statistics.median(self._gaps_s) if self._gaps_s else 0.0
+        if was_idle or not feedback.step_s > 0:
+            return feedback.verify_s + usual_s
+        gap_s = max(feedback.step_s - feedback.verify_s - feedback.draft_s, 0.0)
+        verified = step.verified
+        if verified is None or not (verified.lengths.any() or verified.num_catch_up_tokens):
             self._gaps_s.append(gap_s)
             return feedback.verify_s + gap_s
-        plain_s = min(statistics.median(self._gaps_s), gap_s) if self._gaps_s else 0.0
-        step.decision.draft_s = feedback.draft_s + gap_s - plain_s
-        return feedback.verify_s + plain_s
+        usual_s = min(usual_s, gap_s)
+        verified.draft_s += gap_s - usual_s
+        return feedback.verify_s + usual_s
 
     def _outcome(
         self,

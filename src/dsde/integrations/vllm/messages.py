@@ -45,6 +45,8 @@ class Feedback:
 
     verify_s: float = 0.0
     draft_s: float = 0.0
+    step_s: float = 0.0
+    """from the end of the step before to that of this one: these, and what the device waited; 0: nobody knows"""
     request_ids: list[str] = field(default_factory=list)
     """in the order of `signals`"""
     num_drafted: list[int] = field(default_factory=list)

@@ -16,8 +16,10 @@ from dsde.policies import BatchView, Outcome
 
 LONGEST_REST = 64
 """steps after which the policy is asked again, even if it wants nothing"""
+NUM_TIMED = 4
+"""first steps of a rest that are measured on the device; it may end soon"""
 STEPS_PER_TIMED = 8
-"""of which one is measured on the device, too"""
+"""of those after them, of which one is: together with the one before, whose end is its beginning"""
 LEAST_MEASURED = 2
 """steps of a longer rest that tell what one takes: some may still be under way when it ends"""
 NUM_HELD = 31
@@ -38,7 +40,7 @@ class Rest:
         self.num_steps = 0
         """that were scheduled"""
         self.seconds: deque[float] = deque(maxlen=NUM_HELD)
-        """that those reported took"""
+        """that those took that were measured"""
         self._batch = batch
         self._num_left = num_left
         self._is_one, self._num_untold = is_one, num_untold
@@ -56,7 +58,7 @@ class Rest:
         """Whether it is to be measured on the device."""
         self._num_left -= 1
         self.num_steps += 1
-        return self.num_steps % STEPS_PER_TIMED == 0
+        return self.num_steps <= NUM_TIMED or self.num_steps % STEPS_PER_TIMED <= 1
 
     def outcomes(self) -> list[Outcome]:
         batch, num = self._batch, self.num_steps

@@ -53,7 +53,8 @@ class Report:
     def finish(self) -> Feedback:
         """To be called when the step's output has come: then so have the signals."""
         seconds = [*self.clock.seconds(), 0.0, 0.0]
-        feedback = Feedback(seconds[0], seconds[1], self.request_ids, self.num_drafted)
+        step_s = self.clock.seconds_since_last()
+        feedback = Feedback(seconds[0], seconds[1], step_s, self.request_ids, self.num_drafted)
         if self.signals is not None:
             feedback.signals = self.signals.numpy().astype(np.float64)
             feedback.signals[np.array(self.has_none, np.bool_)] = np.nan
@@ -104,7 +105,7 @@ class RunnerAdapter:
         self.is_plain = self.omission.is_possible and is_off and not directive.catch_up and not verifies
         if self.is_plain:
             self._drafts = Drafts()  # whose requests have ended
-        self._report = Report(self._clocks.begin()) if directive.is_timed else None
+        self._report = Report(self._clocks.begin(directive.step)) if directive.is_timed else None
 
     def mark(self) -> None:
         if self._report is not None:

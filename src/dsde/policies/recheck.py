@@ -1,0 +1,45 @@
+"""When to measure again what a step without drafts takes, while everybody drafts.
+
+That is what drafts are compared with, and whoever drafts for good would never know better: the first steps of an
+engine, or of a size of batch, may be slow, and machines change. At first soon, then ever more rarely; for every size of
+batch by itself, each up to twice as large as the one before. Knows neither what was measured nor what it is for.
+"""
+
+from __future__ import annotations
+
+FIRST = 16
+"""drafts until the first time"""
+LAST = 128
+"""drafts between any two in the long run"""
+
+
+class Recheck:
+    def __init__(self) -> None:
+        self._waits: dict[int, int] = {}
+        """by size of batch: drafts from the last time to the next"""
+        self._nums: dict[int, int] = {}
+        """drafts since the last time"""
+
+    def count(self, num_sequences: int) -> None:
+        """A draft of so many was verified."""
+        size = _size(num_sequences)
+        self._nums[size] = self._nums.get(size, 0) + 1
+
+    def is_due(self, num_sequences: int) -> bool:
+        size = _size(num_sequences)
+        return self._nums.get(size, 0) >= self._waits.get(size, FIRST)
+
+    def begin(self, num_sequences: int) -> None:
+        """It will be done now, whatever comes of it, whether it was due or not."""
+        size = _size(num_sequences)
+        if self.is_due(num_sequences):
+            self._waits[size] = min(2 * self._waits.get(size, FIRST), LAST)
+        self._nums[size] = 0
+
+    def pass_over(self, num_sequences: int) -> None:
+        """It was measured anyway."""
+        self._nums[_size(num_sequences)] = 0
+
+
+def _size(num_sequences: int) -> int:
+    return max(num_sequences - 1, 0).bit_length()

@@ -44,7 +44,7 @@ PRIOR_RATE, PRIOR_VOICES = 0.7, 2.0
 """of everybody before anything was tested, and how many voices outweigh it"""
 ONE_VOICE = 4.0
 """tested tokens that give a sequence half a voice on everybody's rate"""
-RATE_MEMORY = 512.0
+RATE_MEMORY = 32.0
 """voices after which one counts about a third"""
 IDLE_MEMORY = 128.0
 """steps without drafts after which what was found before counts about a third"""
@@ -136,15 +136,18 @@ class AcceptanceModel:
         guesses = np.minimum(np.maximum(guesses, LOWEST), HIGHEST)
         outlooks: FloatArray = np.add.reduce(guesses * self._trust(evidence), axis=1)
         sums[:, :2] *= np.exp(-ages / MEMORIES)[:, None]
+        before = all_tested[:, -1] / (all_tested[:, -1] + ONE_VOICE)
         all_accepted += accepted
         all_tested += num_tested
         if total:
-            # Every sequence counts about once, or those that draft much, because they are easy, would speak for all.
-            shares = 1 / (all_tested[:, -1] + ONE_VOICE)
-            voices = float(shares @ all_tested[:, -1])
-            kept_rate = math.exp(-voices / RATE_MEMORY)
-            self._num_accepted = kept_rate * self._num_accepted + float(shares @ all_accepted[:, -1])
-            self._num_tested = kept_rate * self._num_tested + voices
+            # Every sequence counts once, or those that draft much, because they are easy, would speak for all who are
+            # to come; or those that stay long, because they are hard.
+            voices = np.maximum(all_tested[:, -1] / (all_tested[:, -1] + ONE_VOICE) - before, 0.0)
+            num = float(voices.sum())
+            kept_rate = math.exp(-num / RATE_MEMORY)
+            rates = all_accepted[:, -1] / np.maximum(all_tested[:, -1], 1e-9)
+            self._num_accepted = kept_rate * self._num_accepted + float(voices @ rates)
+            self._num_tested = kept_rate * self._num_tested + num
             found = accepted * np.log(guesses) + (num_tested - accepted) * np.log1p(-guesses)
             faded = math.exp(-total / CONTEST)
             self._evidence = faded * self._evidence + np.add.reduce(found, axis=0)

@@ -36,9 +36,9 @@ URGENCY = 10.0
 PATIENCE = 3
 """drafts that were planned although they do not seem to pay, before everybody stops: what one step took may be an
 accident, and whoever begins again has to read what the draft missed"""
-LEAST_GAIN = 0.025
-"""of a step's tokens, that drafts must seem to bring: what is compared is not known better than that, and requests that
-draft end at different times, the last of them by themselves"""
+LEAST_GAIN = 0.03
+"""of a step's tokens, that drafts must seem to bring before anybody begins: what is compared is not known better than
+that, and requests that draft end at different times, the last of them by themselves"""
 CLEAR_LOSS = 0.15
 """of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
 NUM_IN_PASSING = 2
@@ -322,7 +322,8 @@ class Auto(Policy):
         return False, batch.num_sequences * self._saved_s(choice)
 
     def _seems_to_pay(self, choice: _Choice) -> bool:
-        return choice.rate * self._gain > (1 + LEAST_GAIN) * choice.rate_off and bool(choice.lengths.any())
+        least = choice.rate_off * (1.0 if self._drafts else 1 + LEAST_GAIN)
+        return choice.rate * self._gain > least and bool(choice.lengths.any())
 
     def _saved_s(self, choice: _Choice) -> float:
         """Of every token that is emitted, by drafting."""

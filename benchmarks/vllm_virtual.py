@@ -1,6 +1,6 @@
 """The vLLM plugin's decisions in virtual time: requests that come together, end one by one and come again.
 
-    python benchmarks/vllm_virtual.py [--pair 8b|qwen] [--acceptance 0.8] [--seeds 6] [--noise 0.05]
+    python benchmarks/vllm_virtual.py [--pair 8b|qwen] [--acceptance 0.8] [--seeds 6] [--noise 0.05] [--slow-start 1.5]
 
 The plugin's controller and policies run as they are, beside a scheduler like vLLM's asynchronous one: one step more is
 scheduled before the last is reported, prompts are read up to 8192 tokens a step, finished requests leave when they are
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ PROMPT_TOKENS = 64
 BATCHED_TOKENS = 8192
 GRAPH_TOKENS = 512
 NUM_IN_FLIGHT = 2
+NUM_SLOW = 4
+"""first steps without drafts of a size of batch, with a slow start"""
 
 
 class Costs(NamedTuple):
@@ -102,9 +104,17 @@ class Request:
 
 class VirtualVLLM:
     def __init__(
-        self, policy: str, costs: Costs, acceptance: float, noise: float = 0.0, seed: int = 0, is_plain: bool = False
+        self,
+        policy: str,
+        costs: Costs,
+        acceptance: float,
+        noise: float = 0.0,
+        seed: int = 0,
+        is_plain: bool = False,
+        slow_start: float = 1.0,
     ) -> None:
-        """With `is_plain` as on a CPU: no graphs, and no step is scheduled before the last is reported."""
+        """With `is_plain` as on a CPU: no graphs, and no step is scheduled before the last is reported. The first steps
+        without drafts, of every size of batch, take `slow_start` times as long as later ones."""
         self.now = 0.0
         limits = Limits(
             max_length=6,
@@ -116,6 +126,9 @@ class VirtualVLLM:
         )
         self.controller = Controller(make_supported(policy, "draft_model"), limits, clock=lambda: self.now)
         self.costs, self.acceptance, self.noise = costs, acceptance, noise
+        self._slow_start = slow_start
+        self._nums_plain: Counter[int] = Counter()
+        """steps without drafts so far, by size of batch"""
         self.num_caught_up = 0
         """tokens that the draft has read late so far"""
         self._rng = np.random.default_rng(seed)
@@ -193,6 +206,10 @@ class VirtualVLLM:
             return costs.prompt[0] + costs.prompt[1] * num_tokens
         num_seqs = len(output.num_scheduled_tokens)
         milliseconds = float(np.interp(num_tokens, *costs.verify) + np.interp(num_seqs, *costs.context))
+        if num_tokens == num_seqs:
+            size = (num_seqs - 1).bit_length()
+            self._nums_plain[size] += 1
+            milliseconds *= self._slow_start if self._nums_plain[size] <= NUM_SLOW else 1.0
         is_ragged = len(set(output.num_scheduled_tokens.values())) > 1
         return max(milliseconds, costs.ragged) if is_ragged else milliseconds
 
@@ -224,17 +241,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--noise", type=float, default=0.05, help="share that a step takes longer, typically")
+    parser.add_argument("--batches", type=int, nargs="+", choices=TOKENS, default=list(TOKENS), help="in this order")
+    parser.add_argument("--slow-start", type=float, default=1.0, help="times as long as others, the first steps")
     options = parser.parse_args()
+    more = {"slow_start": options.slow_start}
     fixed = [f"static:{length}" for length in range(1, 5)]
     speeds: dict[str, list[dict[int, float]]] = {}
     for policy in ("off", *fixed, "auto"):
         engines = [
-            VirtualVLLM(policy, PAIRS[options.pair], options.acceptance, options.noise, seed)
+            VirtualVLLM(policy, PAIRS[options.pair], options.acceptance, options.noise, seed, **more)
             for seed in range(options.seeds)
         ]
-        speeds[policy] = [{batch: tokens_per_s(one, batch, options.rounds) for batch in TOKENS} for one in engines]
+        speeds[policy] = [
+            {batch: tokens_per_s(one, batch, options.rounds) for batch in options.batches} for one in engines
+        ]
     print(f"{'batch':>5}{'off':>9}{'best fixed length':>20}{'auto':>9}{'auto / off':>17}{'auto / best':>17}")
-    for batch in TOKENS:
+    for batch in options.batches:
         found = {policy: np.array([one[batch] for one in rows]) for policy, rows in speeds.items()}
         best = max(fixed, key=lambda policy: found[policy].mean())
         ratios = [found["auto"] / found[other] for other in ("off", best)]

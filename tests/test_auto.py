@@ -790,3 +790,20 @@ def test_a_plan_made_without_knowing_what_was_missed_is_made_anew() -> None:
     view.num_missed = np.full(8, 500)
     policy.plan(view)
     assert policy._current is kept
+
+
+def test_those_who_stay_long_do_not_speak_for_those_to_come() -> None:
+    """Easy requests end soon, and then the hard ones are all that is seen."""
+    model = AcceptanceModel()
+    for first in range(0, 64, 8):  # eight requests at a time, half of them easy
+        slots = np.arange(8)
+        model.forget(slots)
+        for step in range(60):
+            there = slots if step < 15 else slots[4:]
+            accepted = np.where(there < 4, 2, (step + there + first) % 3 == 0)
+            model.observe(replace(outcome([2] * there.size, accepted.tolist()), slots=there))
+    outlooks, _ = model.outlooks(np.arange(100, 104))
+    easy, hard = model.outlooks(np.array([0]))[0][0], model.outlooks(np.array([7]))[0][0]
+    assert easy > 0.9
+    assert hard < 0.4
+    assert outlooks == pytest.approx([(easy + hard) / 2] * 4, abs=0.06)

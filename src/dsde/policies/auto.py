@@ -222,7 +222,8 @@ class Auto(Policy):
             # Before what is believed costs much it is looked at once more, and again.
             self._probe.save(outcome.num_steps * (plain_s + URGENCY * draft.foregone_s))
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
-            self._recheck.pass_over(outcome.num_sequences)
+            if outcome.verify_s > 0:
+                self._recheck.end(outcome.num_sequences)
             return
         self._recheck.count(outcome.num_sequences)
         self._reach = min(2 * self._reach, self.max)

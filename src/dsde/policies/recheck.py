@@ -7,8 +7,8 @@ batch by itself, each up to twice as large as the one before. Knows neither what
 
 from __future__ import annotations
 
-FIRST = 16
-"""drafts until the first time"""
+FIRST = 8
+"""drafts until the first time, or the next if nothing came of one"""
 LAST = 128
 """drafts between any two in the long run"""
 
@@ -19,6 +19,8 @@ class Recheck:
         """by size of batch: drafts from the last time to the next"""
         self._nums: dict[int, int] = {}
         """drafts since the last time"""
+        self._open: set[int] = set()
+        """sizes of which it has begun, and was not seen yet"""
 
     def count(self, num_sequences: int) -> None:
         """A draft of so many was verified."""
@@ -30,15 +32,19 @@ class Recheck:
         return self._nums.get(size, 0) >= self._waits.get(size, FIRST)
 
     def begin(self, num_sequences: int) -> None:
-        """It will be done now, whatever comes of it, whether it was due or not."""
+        """It will be done now, whether it was due or not."""
         size = _size(num_sequences)
         if self.is_due(num_sequences):
-            self._waits[size] = min(2 * self._waits.get(size, FIRST), LAST)
+            self._open.add(size)
         self._nums[size] = 0
 
-    def pass_over(self, num_sequences: int) -> None:
-        """It was measured anyway."""
-        self._nums[_size(num_sequences)] = 0
+    def end(self, num_sequences: int) -> None:
+        """It was measured, perhaps for another reason."""
+        size = _size(num_sequences)
+        if size in self._open:
+            self._open.remove(size)
+            self._waits[size] = min(2 * self._waits.get(size, FIRST), LAST)
+        self._nums[size] = 0
 
 
 def _size(num_sequences: int) -> int:

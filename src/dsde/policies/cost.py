@@ -28,8 +28,9 @@ LARGEST_EXCESS = 10.0
 MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
 LONGEST_IDLE = 16
-"""steps without drafts after which a new measurement of one replaces the old ones: it was decided by these; likewise
-verifications after which one without drafts does"""
+"""steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
+LONGEST_UNSEEN = 8
+"""verifications of other sizes after which one without drafts does, and tells nothing of the machine as a whole"""
 NUM_GUESSED = 3
 """verifications of a size of batch, for which what smaller ones cost is taken from batches of other sizes"""
 NEAR = 1.5
@@ -242,7 +243,7 @@ class CostModel:
             return
         num_verified = _num_verified(outcome)
         ratio = self._verify.ratio(num_verified, outcome.verify_s)
-        if self.age(num_verified) >= LONGEST_IDLE:
+        if self.age(num_verified) >= LONGEST_UNSEEN:
             ratio = None  # that size may not be known well, while others go on as they did
         if ratio is None and not self._verify.is_trusted:
             self._tempo.pass_over()  # steps of a batch size that is new do not tell, however many are waited for
@@ -256,7 +257,7 @@ class CostModel:
         num_passes, num_drafted = _drafting(outcome)
         if outcome.verify_s > 0:
             num_verified = _num_verified(outcome)
-            if not num_passes and not outcome.num_prompt_tokens and self.age(num_verified) >= LONGEST_IDLE:
+            if not num_passes and not outcome.num_prompt_tokens and self.age(num_verified) >= LONGEST_UNSEEN:
                 self._verify.renew(num_verified)
             self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:

@@ -7,7 +7,7 @@ batch by itself, each up to twice as large as the one before. Knows neither what
 
 from __future__ import annotations
 
-FIRST = 8
+FIRST = 12
 """drafts until the first time, or the next if nothing came of one"""
 LAST = 128
 """drafts between any two in the long run"""

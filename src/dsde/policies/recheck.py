@@ -8,7 +8,7 @@ batch by itself, each up to twice as large as the one before. Knows neither what
 from __future__ import annotations
 
 FIRST = 12
-"""drafts until the first time, or the next if nothing came of one"""
+"""drafts until the first time, and until the next one if nothing came of that"""
 LAST = 128
 """drafts between any two in the long run"""
 
@@ -35,6 +35,8 @@ class Recheck:
         """It will be done now, whether it was due or not."""
         size = _size(num_sequences)
         if self.is_due(num_sequences):
+            if size in self._open:  # twice in vain: perhaps nobody measures anything
+                self._wait_longer(size)
             self._open.add(size)
         self._nums[size] = 0
 
@@ -43,8 +45,11 @@ class Recheck:
         size = _size(num_sequences)
         if size in self._open:
             self._open.remove(size)
-            self._waits[size] = min(2 * self._waits.get(size, FIRST), LAST)
+            self._wait_longer(size)
         self._nums[size] = 0
+
+    def _wait_longer(self, size: int) -> None:
+        self._waits[size] = min(2 * self._waits.get(size, FIRST), LAST)
 
 
 def _size(num_sequences: int) -> int:

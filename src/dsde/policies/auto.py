@@ -41,6 +41,8 @@ LEAST_GAIN = 0.03
 that, and requests that draft end at different times, the last of them by themselves"""
 CLEAR_LOSS = 0.15
 """of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
+SAME = 0.1
+"""share by which a step may take longer, or shorter, than was thought and be as thought"""
 NUM_IN_PASSING = 2
 """tokens that a draft reads beside the newest without taking longer"""
 GAIN_MEMORY = 128.0
@@ -207,10 +209,11 @@ class Auto(Policy):
         self._unlearnt.clear()
 
     def _learn_from(self, outcome: Outcome, draft: _Draft) -> None:
+        thought_s = self._plain_s(outcome)
         step = self.cost.observe(outcome)
         if not self.cost.is_below(draft.batch.num_sequences):
             self._num_blind = 0
-        plain_s = float(self.cost.verify_s(outcome.num_plain_tokens))
+        plain_s = self._plain_s(outcome)
         self.acceptance.observe(outcome)
         self._lifespan.observe(outcome)
         if draft.is_probing:
@@ -223,7 +226,8 @@ class Auto(Policy):
             self._probe.save(outcome.num_steps * (plain_s + URGENCY * draft.foregone_s))
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
             if outcome.verify_s > 0:
-                self._recheck.end(outcome.num_sequences)
+                is_as_thought = abs(outcome.verify_s - thought_s) <= SAME * thought_s
+                self._recheck.end(outcome.num_sequences, is_as_thought)
             return
         self._recheck.count(outcome.num_sequences)
         self._reach = min(2 * self._reach, self.max)
@@ -234,6 +238,11 @@ class Auto(Policy):
             emitted = float(outcome.accepted.sum()) + outcome.num_sequences
             gain = emitted / (seconds * draft.planned_rate)
             self._gain = min(max(kept * self._gain + (1 - kept) * gain, 0.5), 2.0)
+
+    def _plain_s(self, outcome: Outcome) -> float:
+        """What such a step takes without drafts, as far as is known."""
+        self.cost.turn_to(outcome.num_sequences)
+        return float(self.cost.verify_s(outcome.num_plain_tokens))
 
     def _draft(self, batch: BatchView) -> _Draft:
         """The plan for such a batch by all that is known."""

@@ -1,16 +1,19 @@
 """When to measure again what a step without drafts takes, while everybody drafts.
 
 That is what drafts are compared with, and whoever drafts for good would never know better: the first steps of an
-engine, or of a size of batch, may be slow, and machines change. At first soon, then ever more rarely; for every size of
-batch by itself, each up to twice as large as the one before. Knows neither what was measured nor what it is for.
+engine, or of a size of batch, may be slow, and machines change. At first soon, and as long as it turns out to be
+otherwise than was thought; then ever more rarely. For every size of batch by itself, each up to twice as large as the
+one before. Knows nothing of what is measured.
 """
 
 from __future__ import annotations
 
 FIRST = 12
 """drafts until the first time, and until the next one if nothing came of that"""
-LAST = 128
+LAST = 256
 """drafts between any two in the long run"""
+LONGER = 4
+"""times as long a wait, if it was as thought, or nothing comes of it again"""
 
 
 class Recheck:
@@ -40,16 +43,19 @@ class Recheck:
             self._open.add(size)
         self._nums[size] = 0
 
-    def end(self, num_sequences: int) -> None:
+    def end(self, num_sequences: int, is_as_thought: bool) -> None:
         """It was measured, perhaps for another reason."""
         size = _size(num_sequences)
         if size in self._open:
             self._open.remove(size)
-            self._wait_longer(size)
+            if is_as_thought:
+                self._wait_longer(size)
+            else:
+                self._waits[size] = FIRST
         self._nums[size] = 0
 
     def _wait_longer(self, size: int) -> None:
-        self._waits[size] = min(2 * self._waits.get(size, FIRST), LAST)
+        self._waits[size] = min(LONGER * self._waits.get(size, FIRST), LAST)
 
 
 def _size(num_sequences: int) -> int:

@@ -807,3 +807,15 @@ def test_those_who_stay_long_do_not_speak_for_those_to_come() -> None:
     assert easy > 0.9
     assert hard < 0.4
     assert outlooks == pytest.approx([(easy + hard) / 2] * 4, abs=0.06)
+
+
+@pytest.mark.parametrize(("rate", "length"), [(0.5, 8), (0.7, 1), (0.7, 8), (0.9, 4)])
+def test_everybodys_rate_does_not_depend_on_how_much_is_drafted(rate: float, length: int) -> None:
+    rng, model, found = np.random.default_rng(3), AcceptanceModel(), []
+    for _ in range(60):
+        model.forget(np.arange(16))
+        for _ in range(12):
+            stands = rng.random((16, length)) < rate
+            model.observe(outcome([length] * 16, np.minimum.accumulate(stands, axis=1).sum(axis=1).tolist()))
+        found.append(model.rate)
+    assert np.mean(found[10:]) == pytest.approx(rate, abs=0.02)

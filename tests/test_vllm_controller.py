@@ -348,6 +348,23 @@ def test_what_a_step_took_behind_one_that_nobody_timed_is_what_the_device_did() 
     assert [one.verify_s for one in policy.outcomes] == pytest.approx([0.013] * 2)
 
 
+@pytest.mark.parametrize(("gap_s", "draft_s"), [(0.004, 0.006), (0.002, 0.004), (0.001, 0.004)])
+def test_steps_of_a_rest_tell_what_is_usual_between_two(gap_s: float, draft_s: float) -> None:
+    """Of what the device waits behind a draft only the rest of it is the draft's, and never less than nothing."""
+    policy = Resting(6)
+    scheduler = Scheduler(make(policy), 1)
+    scheduler.step()
+    scheduler.gap_s = 0.002
+    for _ in range(7):
+        directive = scheduler.step()
+    assert directive.longest == 2
+    scheduler.gap_s = gap_s
+    scheduler.step()
+    scheduler.step()
+    assert policy.outcomes[-1].draft_s == pytest.approx(draft_s)
+    assert policy.outcomes[-1].verify_s == pytest.approx(0.01 + min(gap_s, 0.002))
+
+
 class Resting(Recorded):
     """Nobody drafts for so many steps, then everybody in one."""
 

@@ -59,6 +59,8 @@ class _Sequences(SlotTable):
     sums: FloatArray
     """[slots, 3, memories] fading: tokens accepted, tokens tested, and the log-probability of what was found; in one,
     since looking up a few slots takes as long as working with them"""
+    num_tested: FloatArray
+    """[slots] tokens so far, fading only while the sequence does not draft"""
 
     def of(self, slots: IntArray) -> FloatArray:
         """[slots, 3, memories] a copy"""
@@ -74,7 +76,7 @@ class AcceptanceModel:
         self._evidence = np.zeros(MEMORIES.size)
         """log-probability of what was found, by memory, fading"""
         self._num_contested = 1.0
-        self._sequences = _Sequences(np.zeros((1, 3, MEMORIES.size)))
+        self._sequences = _Sequences(np.zeros((1, 3, MEMORIES.size)), np.zeros(1))
 
     @property
     def rate(self) -> float:
@@ -136,18 +138,20 @@ class AcceptanceModel:
         guesses = np.minimum(np.maximum(guesses, LOWEST), HIGHEST)
         outlooks: FloatArray = np.add.reduce(guesses * self._trust(evidence), axis=1)
         sums[:, :2] *= np.exp(-ages / MEMORIES)[:, None]
-        before = all_tested[:, -1] / (all_tested[:, -1] + ONE_VOICE)
+        idle = np.where(num_tested[:, 0] > 0, 0, ages[:, 0])
+        own_tested = self._sequences.num_tested[slots] * np.exp(-idle / MEMORIES[-1])
+        self._sequences.num_tested[slots] = own_tested + num_tested[:, 0]
         all_accepted += accepted
         all_tested += num_tested
         if total:
             # Every sequence counts once, or those that draft much, because they are easy, would speak for all who are
-            # to come; or those that stay long, because they are hard.
-            voices = np.maximum(all_tested[:, -1] / (all_tested[:, -1] + ONE_VOICE) - before, 0.0)
-            num = float(voices.sum())
-            kept_rate = math.exp(-num / RATE_MEMORY)
-            rates = all_accepted[:, -1] / np.maximum(all_tested[:, -1], 1e-9)
-            self._num_accepted = kept_rate * self._num_accepted + float(voices @ rates)
-            self._num_tested = kept_rate * self._num_tested + num
+            # to come; or those that stay long, because they are hard. What a token counts is known before it is tested:
+            # otherwise drafts that were rejected soon would count more.
+            shares = ONE_VOICE / (own_tested + ONE_VOICE) ** 2
+            voices = float(shares @ num_tested[:, 0])
+            kept_rate = math.exp(-voices / RATE_MEMORY)
+            self._num_accepted = kept_rate * self._num_accepted + float(shares @ accepted[:, 0])
+            self._num_tested = kept_rate * self._num_tested + voices
             found = accepted * np.log(guesses) + (num_tested - accepted) * np.log1p(-guesses)
             faded = math.exp(-total / CONTEST)
             self._evidence = faded * self._evidence + np.add.reduce(found, axis=0)

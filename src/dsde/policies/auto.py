@@ -225,7 +225,7 @@ class Auto(Policy):
             # Before what is believed costs much it is looked at once more, and again.
             self._probe.save(outcome.num_steps * (plain_s + URGENCY * draft.foregone_s))
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
-            if outcome.verify_s > 0:
+            if outcome.verify_s > 0 and not outcome.num_prompt_tokens:
                 is_as_thought = abs(outcome.verify_s - thought_s) <= SAME * thought_s
                 self._recheck.end(outcome.num_sequences, is_as_thought)
             return

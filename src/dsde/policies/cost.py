@@ -243,8 +243,9 @@ class CostModel:
             return
         num_verified = _num_verified(outcome)
         ratio = self._verify.ratio(num_verified, outcome.verify_s)
-        if self.age(num_verified) >= LONGEST_UNSEEN:
-            ratio = None  # that size may not be known well, while others go on as they did
+        if ratio is not None and self.age(num_verified) >= LONGEST_UNSEEN:
+            self._tempo.pass_over()  # that size may be the only one that is not known well
+            return
         if ratio is None and not self._verify.is_trusted:
             self._tempo.pass_over()  # steps of a batch size that is new do not tell, however many are waited for
             return
@@ -257,7 +258,8 @@ class CostModel:
         num_passes, num_drafted = _drafting(outcome)
         if outcome.verify_s > 0:
             num_verified = _num_verified(outcome)
-            if not num_passes and not outcome.num_prompt_tokens and self.age(num_verified) >= LONGEST_UNSEEN:
+            is_plain = not num_passes and not outcome.num_drafted and not outcome.num_prompt_tokens
+            if is_plain and self.age(num_verified) >= LONGEST_UNSEEN:
                 self._verify.renew(num_verified)
             self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:

@@ -52,6 +52,11 @@ class Decision:
     draft_s: float = 0.0
     """what it took; written when the step has been reported, and the one that verifies it"""
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the draft is run for somebody, if only to read."""
+        return bool(self.lengths.any()) or self.num_catch_up_tokens > 0
+
 
 @dataclass(slots=True)
 class Step:
@@ -276,7 +281,7 @@ class Controller:
     def _begin_rest(self, decision: Decision, plan: Plan, lengths: dict[str, int]) -> None:
         """As long as the policy says; or else until it has seen what came of a plan, if steps until then repeat it."""
         num_left = plan.num_resting
-        is_check = self._obeys_prediction and self._settled.is_on
+        is_check = self._obeys_prediction and self._settled.is_on and not plan.lengths.any()
         if is_check or (self._takes_turns and not self._settled.is_on):
             # When it ends, the newest of its steps have not been reported yet. Whoever is told of it as a whole is to
             # be told what a step took, too. A single one between drafts would say little: they are still launched.
@@ -351,13 +356,14 @@ class Controller:
         self._reported_at = now
         if not feedback.verify_s > 0:
             return 0.0
-        step.decision.draft_s = feedback.draft_s
+        if step.decision.is_drafting:
+            step.decision.draft_s = feedback.draft_s
         usual_s = statistics.median(self._gaps_s) if self._gaps_s else 0.0
         if was_idle or not feedback.step_s > 0:
             return feedback.verify_s + usual_s
         gap_s = max(feedback.step_s - feedback.verify_s - feedback.draft_s, 0.0)
         verified = step.verified
-        if verified is None or not (verified.lengths.any() or verified.num_catch_up_tokens):
+        if verified is None or not verified.is_drafting:
             self._gaps_s.append(gap_s)
             return feedback.verify_s + gap_s
         usual_s = min(usual_s, gap_s)

@@ -44,7 +44,7 @@ PRIOR_RATE, PRIOR_VOICES = 0.7, 2.0
 """of everybody before anything was tested, and how many voices outweigh it"""
 ONE_VOICE = 4.0
 """tested tokens that give a sequence half a voice on everybody's rate"""
-RATE_MEMORY = 32.0
+RATE_MEMORY = 8.0
 """voices after which one counts about a third"""
 IDLE_MEMORY = 128.0
 """steps without drafts after which what was found before counts about a third"""

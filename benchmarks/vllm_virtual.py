@@ -26,6 +26,7 @@ import numpy as np
 from dsde.integrations.vllm.controller import Controller, Limits
 from dsde.integrations.vllm.messages import Directive, Feedback
 from dsde.integrations.vllm.support import make_supported
+from dsde.policies.verifications import size_of_batch
 from intervals import half_width
 
 TOKENS = {1: 192, 8: 128, 64: 96, 256: 64}
@@ -207,7 +208,7 @@ class VirtualVLLM:
         num_seqs = len(output.num_scheduled_tokens)
         milliseconds = float(np.interp(num_tokens, *costs.verify) + np.interp(num_seqs, *costs.context))
         if num_tokens == num_seqs:
-            size = (num_seqs - 1).bit_length()
+            size = size_of_batch(num_seqs)
             self._nums_plain[size] += 1
             milliseconds *= self._slow_start if self._nums_plain[size] <= NUM_SLOW else 1.0
         is_ragged = len(set(output.num_scheduled_tokens.values())) > 1
@@ -244,12 +245,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", choices=TOKENS, default=list(TOKENS), help="in this order")
     parser.add_argument("--slow-start", type=float, default=1.0, help="times as long as others, the first steps")
     options = parser.parse_args()
-    more = {"slow_start": options.slow_start}
     fixed = [f"static:{length}" for length in range(1, 5)]
     speeds: dict[str, list[dict[int, float]]] = {}
     for policy in ("off", *fixed, "auto"):
         engines = [
-            VirtualVLLM(policy, PAIRS[options.pair], options.acceptance, options.noise, seed, **more)
+            VirtualVLLM(
+                policy, PAIRS[options.pair], options.acceptance, options.noise, seed, slow_start=options.slow_start
+            )
             for seed in range(options.seeds)
         ]
         speeds[policy] = [

@@ -11,6 +11,7 @@ import pytest
 
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
+from dsde.policies.auto import _Choice
 from dsde.simulation import Costs, Line, Requests, make_stream, simulate
 from dsde.simulation.measured import MeasuredCosts
 
@@ -819,3 +820,24 @@ def test_everybodys_rate_does_not_depend_on_how_much_is_drafted(rate: float, len
             model.observe(outcome([length] * 16, np.minimum.accumulate(stands, axis=1).sum(axis=1).tolist()))
         found.append(model.rate)
     assert np.mean(found[10:]) == pytest.approx(rate, abs=0.02)
+
+
+def test_a_check_that_met_a_prompt_has_measured_nothing() -> None:
+    policy = Auto()
+    policy.plan(batch(4))
+    while not policy._recheck.is_due(4):
+        policy._recheck.count(4)
+    policy._recheck.begin(4)
+    for num_prompt_tokens, is_open in ((64, True), (0, False)):
+        policy.observe(outcome([0] * 4, [0] * 4, verify_s=0.01, num_prompt_tokens=num_prompt_tokens))
+        policy.settle()
+        assert bool(policy._recheck._open) == is_open
+
+
+@pytest.mark.parametrize(("gain", "expected"), [(0.01, (False, True)), (0.05, (True, True)), (-0.01, (False, False))])
+def test_nobody_begins_for_next_to_nothing(gain: float, expected: tuple[bool, bool]) -> None:
+    """But whoever drafts goes on for little."""
+    policy = Auto()
+    choice = _Choice(np.ones(4, np.int64), 100 * (1 + gain), 0.05, 100.0)
+    for policy._drafts, is_worth in zip((False, True), expected, strict=True):
+        assert policy._seems_to_pay(choice) == is_worth

@@ -1234,3 +1234,21 @@ def test_a_batch_that_shrinks_is_known_for_a_while() -> None:
     for _ in range(2):
         cost.observe(outcome_of([0] * 64, [0] * 64, [0] * 64, 0.0, 5e-3))
     assert [cost.is_below(num) for num in (64, 58, 45, 34)] == [False, False, False, True]
+
+
+def test_a_size_that_comes_back_ends_the_doubt() -> None:
+    """The last draft before a rest was held up: what the rest takes is learnt all the same, and at once."""
+    cost = CostModel()
+    serve(cost, 1.0, [0] * 5 + [4] * 30)
+    serve(cost, 3.0, [4])
+    step = cost.observe(replace(outcome_of([0], [0], [0], 0.0, 22e-3), num_steps=16))
+    assert step.is_typical
+    assert cost.verify_s(1) == pytest.approx(22e-3)
+
+
+def test_an_untimed_draft_is_no_step_without_drafts() -> None:
+    cost = CostModel()
+    serve(cost, 1.0, [4] * 8 + [0] * 10)
+    num_before = cost.num_verified(5)
+    cost.observe(outcome_of([0], [4], [0], 0.0, 32e-3))
+    assert cost.num_verified(5) == num_before + 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsde.core.stops import StopByWorth
-from dsde.integrations.vllm.controller import Controller, Limits
+from dsde.integrations.vllm.controller import Controller, Decision, Limits
 from dsde.integrations.vllm.messages import Directive, Feedback
 from dsde.integrations.vllm.rest import LONGEST_REST, Rest
 from dsde.integrations.vllm.support import pairs, takes_turns
@@ -672,3 +672,27 @@ def test_what_the_draft_reads_of_prompts_is_not_the_price_of_its_passes() -> Non
         scheduler.step(accepted=1)
     assert [outcome.num_draft_prompt_tokens for outcome in policy.outcomes] == [6 + 7, 0]
     assert not any(outcome.num_catch_up_tokens for outcome in policy.outcomes)
+
+
+def test_a_draft_that_nobody_asked_for_costs_nobody_anything() -> None:
+    """EAGLE's runs in every step, whoever drafts."""
+    policy = Recorded([0] * 4)
+    controller = make(policy, can_skip=False)
+    observe = controller.observe
+    feedback = Feedback(verify_s=0.01, draft_s=0.003, step_s=0.013)
+    controller.observe = lambda number, sampled, _: observe(number, sampled, feedback)  # type: ignore[method-assign]
+    scheduler = Scheduler(controller, 1)
+    for _ in range(4):
+        scheduler.step()
+    assert [outcome.draft_s for outcome in policy.outcomes] == [0.0] * 3
+
+
+@pytest.mark.parametrize("wanted", [0, 2])
+def test_who_wanted_drafts_and_must_wait_for_them_does_not_rest(wanted: int) -> None:
+    """What the draft missed is not known yet: the next step tries again."""
+    controller = make(Recorded([]))
+    controller._takes_turns = controller._obeys_prediction = controller._settled.is_on = True
+    view = BatchView(np.arange(1), np.full(1, 8), np.zeros(1), 1)
+    decision = Decision(1, ["r0"], view, np.zeros(1, np.int64), None)
+    controller._begin_rest(decision, Plan.wanting(wanted, view), {"r0": 0})
+    assert (controller._rest is None) == bool(wanted)

@@ -8,6 +8,8 @@ one before. Knows nothing of what is measured.
 
 from __future__ import annotations
 
+from dsde.policies.verifications import size_of_batch
+
 FIRST = 12
 """drafts until the first time, and until the next one if nothing came of that"""
 LAST = 256
@@ -27,16 +29,16 @@ class Recheck:
 
     def count(self, num_sequences: int) -> None:
         """A draft of so many was verified."""
-        size = _size(num_sequences)
+        size = size_of_batch(num_sequences)
         self._nums[size] = self._nums.get(size, 0) + 1
 
     def is_due(self, num_sequences: int) -> bool:
-        size = _size(num_sequences)
+        size = size_of_batch(num_sequences)
         return self._nums.get(size, 0) >= self._waits.get(size, FIRST)
 
     def begin(self, num_sequences: int) -> None:
         """It will be done now, whether it was due or not."""
-        size = _size(num_sequences)
+        size = size_of_batch(num_sequences)
         if self.is_due(num_sequences):
             if size in self._open:  # twice in vain: perhaps nobody measures anything
                 self._wait_longer(size)
@@ -45,7 +47,7 @@ class Recheck:
 
     def end(self, num_sequences: int, is_as_thought: bool) -> None:
         """It was measured, perhaps for another reason."""
-        size = _size(num_sequences)
+        size = size_of_batch(num_sequences)
         if size in self._open:
             self._open.remove(size)
             if is_as_thought:
@@ -56,7 +58,3 @@ class Recheck:
 
     def _wait_longer(self, size: int) -> None:
         self._waits[size] = min(LONGER * self._waits.get(size, FIRST), LAST)
-
-
-def _size(num_sequences: int) -> int:
-    return max(num_sequences - 1, 0).bit_length()

@@ -16,6 +16,11 @@ LARGEST_SIZE = 32
 """of batches, the logarithm"""
 
 
+def size_of_batch(num_sequences: int) -> int:
+    """Those of one size are up to twice as large as the largest of the size before."""
+    return min((max(num_sequences, 1) - 1).bit_length(), LARGEST_SIZE)
+
+
 class Verifications:
     def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:
         self._prior_s, self._is_flat_below = prior_s, is_flat_below
@@ -29,7 +34,7 @@ class Verifications:
 
     def turn_to(self, num_sequences: int) -> None:
         """From now on, whoever asks means a batch of so many."""
-        size = min((max(num_sequences, 1) - 1).bit_length(), LARGEST_SIZE)
+        size = size_of_batch(num_sequences)
         if size == self._size:
             return
         now = self.num_measured

@@ -32,7 +32,7 @@ class StepClock:
         """The last mark; None: something that failed has none."""
         return self._marks[self._num_marked - 1] if self._num_marked > 1 else None
 
-    def begin(self, last_end: Any = None) -> None:
+    def begin(self, last_end: Any) -> None:
         self._last_end = last_end
         self._num_marked = 0
         self.mark()

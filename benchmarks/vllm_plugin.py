@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import queue
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -88,8 +90,8 @@ class Engine:
         """requests of the generation under way"""
         self.begun: tuple[float, int] | None = None
         """when all of them had their first token, and how many tokens there were by then"""
-        self.num_steps = 0
-        """since then"""
+        self.step_ends: list[float] = []
+        """of all steps since then"""
         self.controllers: dict[str, Any] = {}
         if job["policy"]:
             from dsde.integrations.vllm.plugin import register
@@ -112,7 +114,7 @@ class Engine:
             if self.begun is None:
                 self.begun = self._find_begun()
             else:
-                self.num_steps += 1
+                self.step_ends.append(time.perf_counter())
             return outputs
 
         self.llm.llm_engine.step = counted_step
@@ -150,7 +152,7 @@ class Engine:
         """So many tokens of each request: how many of them came after all had begun, in how long and how many steps."""
         prompts = make_prompts(batch, number, self.job["prompts"], self.job["vocab_size"])
         params = self.vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        self.num_steps, self.begun, self.batch = 0, None, batch
+        self.step_ends, self.begun, self.batch = [], None, batch
         self.llm.generate(prompts, params, use_tqdm=False)
         end = time.perf_counter()
         assert self.begun is not None, f"{tokens} tokens are too few: some requests ended before others began"
@@ -158,7 +160,9 @@ class Engine:
         # With asynchronous scheduling one more step is under way, which must not disturb whose turn is next.
         if self.has_gpu:
             self.torch.cuda.synchronize()
-        return {"tokens": batch * tokens - num_before, "seconds": end - begin, "steps": self.num_steps}
+        ends = [begin, *self.step_ends]
+        found = {"tokens": batch * tokens - num_before, "seconds": end - begin, "steps": len(self.step_ends)}
+        return found | {"median_step_s": statistics.median(b - a for a, b in itertools.pairwise(ends))}
 
     def _find_begun(self) -> tuple[float, int] | None:
         counts = [request.num_output_tokens for request in self._core().scheduler.requests.values()]
@@ -305,8 +309,9 @@ class Bench:
         cells = self._cells(number, names)
         remotes: list[Remote] = []
         try:
-            for slot, name in enumerate(names):
-                remotes.append(self._start(name, number, slot, cells[name]))
+            for name in names:
+                for _ in range(self.options.copies):
+                    remotes.append(self._start(name, number, len(remotes), cells[name]))
             for remote in remotes:
                 answer = remote.receive()
                 if answer is not None:
@@ -571,6 +576,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, default=4, help="num_speculative_tokens of the plugin's engine")
     parser.add_argument("--rounds", type=int, default=2, help="the best counts")
     parser.add_argument("--together", type=int, default=4, help="engines that share the GPU, and are measured in turns")
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=1,
+        help="of every engine; rounds of all of them count, since processes that are alike differ as long as they live",
+    )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, float32: for a CPU")
     parser.add_argument("--no-graphs", action="store_true", help="without the plugin's own CUDA graphs")
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no round is started")
@@ -582,8 +593,8 @@ def parse_options() -> argparse.Namespace:
     options.variants = [variant.strip() for variant in options.variants.split(";") if variant.strip()]
     given = dict(pair.split("=") for pair in options.tokens.split(";") if pair)
     options.tokens = TOKENS | {int(batch): int(tokens) for batch, tokens in given.items()}
-    if options.together < 1:
-        parser.error("--together must be at least 1")
+    if min(options.together, options.copies) < 1:
+        parser.error("--together and --copies must be at least 1")
     if bool(options.target) != bool(options.draft):
         parser.error("--target and --draft belong together")
     options.prompts = read_prompts() if options.target else []

@@ -416,6 +416,19 @@ def test_small_steps_of_a_large_batch_go_by_the_next_smaller_one() -> None:
     assert float(cost.verify_s(108)) == pytest.approx(7e-3, rel=0.02)
 
 
+def test_a_batch_whose_steps_all_read_prompts_goes_by_the_next_larger_one() -> None:
+    """It is there only while others come. What so few tokens take in more sequences they take at most in fewer."""
+    cost = CostModel(num_tried=2, is_flat_below=True)
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(256)), [0] * 256, [0] * 256, 0.0, 10e-3))
+        cost.observe(outcome_of(list(range(100)), [0] * 100, [0] * 100, 0.0, 50e-3, num_prompt_tokens=8000))
+    cost.turn_to(100)
+    assert float(cost.verify_s(100)) <= 10e-3
+    assert float(cost.verify_s(8100)) == pytest.approx(50e-3, rel=0.05)
+    cost.turn_to(20)  # new, and goes by that one
+    assert float(cost.verify_s(20)) <= 10e-3
+
+
 def test_a_step_without_drafts_is_measured_at_once_or_when_it_can_be_spared() -> None:
     def batch_of(slots: list[int]) -> BatchView:
         num = len(slots)
@@ -1073,6 +1086,28 @@ def test_beside_prompts_a_look_is_not_taken_for_cheap(num_missed: int) -> None:
     probe.save(1.0)
     assert probe.begin(view, num_tried=2)
     assert probe.lengths.all() == (num_missed == 1)
+
+
+@pytest.mark.parametrize(("num_catch_up_tokens", "draft_s", "most"), [(0, 1e-3, 2), (50, 1e-3, 4), (0, 0.0, 5)])
+def test_a_token_of_everybody_is_tried_until_it_is_known_what_it_takes(
+    num_catch_up_tokens: int, draft_s: float, most: int
+) -> None:
+    """Or a few times, where drafts always have something to read, or nobody measures them."""
+    probe = Probe(CostModel(num_tried=2, is_flat_below=True), 4)
+    slots = list(range(8))
+    for _ in range(4):
+        probe.cost.observe(outcome_of(slots, [0] * 8, [0] * 8, verify_s=0.01))
+    num = 0
+    while probe.is_on_credit(batch_of(slots), num_tried=2):
+        assert probe.begin(batch_of(slots), num_tried=2)
+        assert probe.lengths.tolist() == [1] * 8
+        verify_s = 0.012 if draft_s else 0.0
+        more = {"num_catch_up_tokens": num_catch_up_tokens}
+        step = probe.cost.observe(outcome_of(slots, [1] * 8, [0] * 8, draft_s, verify_s, **more))
+        probe.end(step, 0.01)
+        num += 1
+        assert num < 20
+    assert num == most
 
 
 def test_whoever_is_new_brings_less_of_the_price_the_sooner_it_will_end() -> None:

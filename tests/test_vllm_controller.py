@@ -554,7 +554,8 @@ def test_two_looks_in_a_row_settle_nothing() -> None:
 
 
 def test_what_the_draft_has_missed_is_known_to_the_token() -> None:
-    """Prompts that nobody drafted behind included, but none that the step itself reads."""
+    """Prompts that nobody drafted behind included. Those that the step itself reads are nothing more where somebody
+    drafts anyway."""
     policy = Recorded([0, 0, 0, 2, 0])
     views: list[BatchView] = []
     plan = policy.plan
@@ -563,7 +564,16 @@ def test_what_the_draft_has_missed_is_known_to_the_token() -> None:
     for _ in range(5):
         scheduler.step()
     missed = [view.num_missed.tolist() for view in views if view.num_missed is not None]
-    assert missed == [[0, 0], [6, 7], [7, 8], [8, 9], [0, 0]]
+    assert missed == [[5, 6], [6, 7], [7, 8], [8, 9], [0, 0]]
+    scheduler = Scheduler(make(policy := Recorded([2, 2])), 2, prompt=6)
+    scheduler.step()
+    scheduler.requests["new"] = Request("new", list(range(9)))
+    views.clear()
+    plan = policy.plan
+    policy.plan = lambda batch: views.append(batch) or plan(batch)  # type: ignore[func-returns-value, method-assign]
+    scheduler.step()
+    assert views[0].num_missed is not None
+    assert views[0].num_missed.tolist() == [0, 0, 0]
 
 
 def test_a_plan_whose_requests_are_all_gone_is_not_waited_for() -> None:
@@ -645,7 +655,7 @@ def test_blocks_of_the_prefix_cache_that_the_draft_never_read_are_known_before_t
     directive = controller.decide(output, scheduler.requests, 0)
     num_missed = views[-1].num_missed
     assert num_missed is not None
-    assert num_missed.tolist() == [6, 32]
+    assert num_missed.tolist() == [6, 39]  # and what the step reads besides
     assert directive.num_catch_up_tokens == 6 + 32
 
 

@@ -182,6 +182,9 @@ def serve(
     cost_model: Annotated[
         Path | None, typer.Option(help="File to keep what was learnt of seconds in, for policies that look at them.")
     ] = None,
+    warm_up: Annotated[
+        bool, typer.Option(help="On a GPU, compile and capture what requests will need before the first one comes.")
+    ] = True,
 ) -> None:
     """Serve models over the OpenAI API, with metrics and a dashboard."""
     settings = ServerSettings(
@@ -215,7 +218,7 @@ def serve(
         "max_model_len": max_model_len,
         "kv_cache_bytes": kv_cache_bytes,
     }
-    run_serve(choice, settings, limits)
+    run_serve(choice, settings, limits, warm_up)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dsde.cli.generate import ModelChoice
 from dsde.engine.async_llm import AsyncLLM
+from dsde.engine.llm import LLM
 from dsde.server.lifecycle import bind, serve, url_of
 from dsde.server.logs import set_up_logs
 from dsde.server.settings import ServerSettings
@@ -18,10 +19,12 @@ from dsde.server.settings import ServerSettings
 T = TypeVar("T")
 
 
-def run_serve(choice: ModelChoice, settings: ServerSettings, limits: dict[str, int | None]) -> None:
+def run_serve(
+    choice: ModelChoice, settings: ServerSettings, limits: dict[str, int | None], warm_up: bool = True
+) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with bind(settings) as listener:
-        llm = _elsewhere(lambda: choice.load(**limits))
+        llm = _elsewhere(lambda: _load(choice, limits, warm_up))
         if settings.model_name == ServerSettings.model_name:
             settings = replace(settings, model_name=llm.target)
         set_up_logs(settings.log_format)
@@ -35,6 +38,13 @@ def run_serve(choice: ModelChoice, settings: ServerSettings, limits: dict[str, i
             serve(engine, settings, listener)
         finally:
             engine.shutdown()
+
+
+def _load(choice: ModelChoice, limits: dict[str, int | None], warm_up: bool) -> LLM:
+    llm = choice.load(**limits)
+    if warm_up:
+        llm.warm_up()
+    return llm
 
 
 def _elsewhere(load: Callable[[], T]) -> T:

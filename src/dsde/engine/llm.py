@@ -24,6 +24,7 @@ from dsde.engine.config import EngineConfig
 from dsde.engine.cost_file import load_cost_model, save_cost_model
 from dsde.engine.engine import Engine
 from dsde.engine.metrics import EngineMetrics
+from dsde.engine.rehearsal import rehearse
 from dsde.engine.speculative_config import SpeculativeConfig
 from dsde.models.loader import load_draft, load_model
 from dsde.models.tokenizer import Tokenizer
@@ -83,6 +84,11 @@ class LLM:
         other._config = replace(self._config, **settings)
         other._start(_policy(policy))
         return other
+
+    def warm_up(self) -> None:
+        """Before the first request, on a GPU: compile kernels and capture graphs for what requests will ask for, so
+        that they need not wait for it. Takes seconds; elsewhere there is nothing to do. `dsde serve` does it."""
+        rehearse(self.engine)
 
     @property
     def target(self) -> str:

@@ -185,6 +185,11 @@ class CostModel:
         """Verifications measured at about so many tokens."""
         return self._verify.num_near(tokens)
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafts measured, of any size, for which nothing else had to be read."""
+        return self._draft.num_measured
+
     def is_measured(self, tokens: float) -> bool:
         """Whether verifications of so many tokens, or more, have been."""
         return self._verify.largest >= tokens

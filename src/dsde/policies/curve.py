@@ -58,7 +58,8 @@ class Curve:
         """ratios that the table was made of"""
         self._rebuild_at = 0
         self._largest = 0.0
-        self._table = prior_s * _FLAT_THEN_LINEAR
+        self._own = self._table = prior_s * _FLAT_THEN_LINEAR
+        """without what others tell, and with it"""
         self._heights: list[float] = self._table.tolist()
         """the same, for single sizes"""
         self._is_stale = False
@@ -69,8 +70,8 @@ class Curve:
         """whether any size was measured often enough to count"""
         self.nearest: Curve | None = None
         """that it goes by until then"""
-        self.smaller: Curve | None = None
-        """that tells how much less than the smallest measured size smaller ones cost, if they are not taken to cost so
+        self._others: list[Curve] = []
+        """that tell how much less than the smallest measured size smaller ones cost, if they are not taken to cost so
         in proportion"""
 
     def observe(self, size: float, seconds: float, num: int = 1) -> None:
@@ -107,17 +108,18 @@ class Curve:
             self._num_seen[index] = 1
             self._is_stale = True
 
-    def go_by(self, nearest: Curve | None, smaller: Curve | None) -> None:
+    def go_by(self, nearest: Curve | None, others: list[Curve]) -> None:
         """Where nothing, or nothing so small, has been measured here."""
-        self._is_stale = self._is_stale or (self.is_flat_below and smaller is not None and self.num_measured > 0)
-        self.nearest, self.smaller = nearest, smaller
+        for other in others:
+            other._refresh()
+        self._is_stale = self._is_stale or (self.is_flat_below and bool(others) and self.num_measured > 0)
+        self.nearest, self._others = nearest, others
 
     def seconds(self, sizes: ArrayLike) -> FloatArray:
         """What these sizes cost; the last two knots go on as a line, so that nothing is too large."""
         if self.nearest is not None and not self.is_trusted:
             return self.nearest.seconds(sizes)
-        if self._is_stale:
-            self._rebuild()
+        self._refresh()
         if isinstance(sizes, int | float):
             return np.asarray(self._seconds_of_one(sizes))
         sizes = np.asarray(sizes, np.float64)
@@ -167,6 +169,10 @@ class Curve:
         held = sorted(self._held[index, :num].tolist())
         return float(held[0] if num <= NUM_TRUSTED else held[(num - 1) // 2])
 
+    def _refresh(self) -> None:
+        if self._is_stale:
+            self._rebuild()
+
     def _rebuild(self) -> None:
         silent = self._now - self._seen_at > LONGEST_SILENCE
         # What is old is better than nothing.
@@ -183,12 +189,13 @@ class Curve:
         between = slice(first, last + 1)
         table[between] = np.minimum(table[between], np.interp(_CENTERS[between], _CENTERS[places], table[places]))
         table[:first] = table[first] * (1.0 if self.is_flat_below else _CENTERS[:first] / _CENTERS[first])
-        if self.is_flat_below and self.smaller is not None:
-            table[:first] = np.minimum(table[:first], self.smaller.seconds(_CENTERS[:first]))
         far = places[places <= last - BUCKETS_PER_OCTAVE]
         if far.size:
             slope = (table[last] - table[far[-1]]) / (_CENTERS[last] - _CENTERS[far[-1]])
             table[last:] = table[last] + max(slope, 0.0) * (_CENTERS[last:] - _CENTERS[last])
+        self._own = table.copy()
+        for other in self._others if self.is_flat_below else ():
+            table[:first] = np.minimum(table[:first], other._own[:first])
         self._table = np.minimum.accumulate(table[::-1])[::-1]
         self._heights = self._table.tolist()
         self._used[:] = self._ratios

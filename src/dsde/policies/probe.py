@@ -82,8 +82,8 @@ class Probe:
     def begin(self, batch: BatchView, num_tried: int = 0) -> bool:
         """Whether enough time is set aside for a short draft, as if nothing of it were accepted.
 
-        What one token of everybody costs is tried on credit until it was verified `num_tried` times: what is thought of
-        it may be wrong. Not so if the draft has much to read first.
+        What one token of everybody costs is tried on credit until it was drafted and verified `num_tried` times: what
+        is thought of it may be wrong. Not so if the draft has much to read first.
         """
         if self.is_due(batch):
             self.lengths = np.minimum(self.lengths, batch.rooms)
@@ -96,17 +96,28 @@ class Probe:
             self._sequences.was_probed[batch.slots[self.lengths > 0]] = True
         return self.is_under_way
 
+    def is_on_credit(self, batch: BatchView, num_tried: int) -> bool:
+        """Whether one token of everybody is to be tried: it was not drafted and verified so often yet. Not beside
+        prompts, as part of something larger, nor if the draft has much to read first, nor for ever where nobody
+        measures it."""
+        num_behind = self.cost.num_behind(batch.slots)
+        num_tokens = batch.num_sequences + int(np.minimum(batch.rooms, 1).sum())
+        is_untried = self.cost.num_verified(num_tokens) < num_tried
+        if self._num_ended < 2 * num_tried:  # where every draft has something to read none tells what it takes itself
+            is_untried = is_untried or self.cost.num_drafts < num_tried
+        if not is_untried or batch.num_prompt_tokens or self._num_untimed > MOST_UNTIMED:
+            return False
+        most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
+        return float(self.cost.catch_up_s(num_behind)) <= most_s
+
     def _may_begin(self, batch: BatchView, num_tried: int) -> bool:
         if not batch.rooms.any():
             return False
         self._sequences.cover(batch.slots)
         most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
-        everybody = np.minimum(batch.rooms, 1)
-        is_untried = self.cost.num_verified(batch.num_sequences + int(everybody.sum())) < num_tried
-        catch_up_s = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots)))
-        # Beside prompts it would be tried as part of something larger.
-        if is_untried and not batch.num_prompt_tokens and catch_up_s <= most_s:
-            self.lengths, self._expected_s = everybody, self._cost_s(batch, everybody)
+        if self.is_on_credit(batch, num_tried):
+            self.lengths = np.minimum(batch.rooms, 1)
+            self._expected_s = self._cost_s(batch, self.lengths)
             self._price_s = min(self._expected_s, most_s)
             return True
         self._choose(batch, most_s)

@@ -219,12 +219,15 @@ class Controller:
                 self.backlog.skip(new.req_id, 0)
 
     def _num_missed(self, request_ids: list[str], requests: Mapping[str, Any], scheduler_output: Any) -> IntArray:
-        """Of those that decode. What the step itself reads the draft reads with it, prompts too."""
-        if not len(self.backlog):
-            return np.zeros(len(request_ids), np.int64)
+        """Of those that decode. What the step itself reads the draft reads with it, prompts too: that is nothing more
+        while somebody drafts anyway, but whoever begins has it read for this."""
         scheduled, num_missed = scheduler_output.num_scheduled_tokens, self.backlog.num_missed
-        found = [num_missed(name, requests[name].num_computed_tokens - scheduled[name]) for name in request_ids]
-        return np.array(found, np.int64)
+        found = np.zeros(len(request_ids), np.int64)
+        if len(self.backlog):
+            found[:] = [num_missed(name, requests[name].num_computed_tokens - scheduled[name]) for name in request_ids]
+        if self._latest is None or not self._latest.is_drafting:
+            found += np.array([scheduled[name] - 1 for name in request_ids], np.int64)
+        return found
 
     def _waits_for_outcome(self) -> bool:
         """Whether the policy is not asked before it has seen what came of its latest plan. Of one whose requests are

@@ -1,0 +1,159 @@
+"""A rehearsal: an engine serves made-up requests before real ones come, and nobody waits for what happens but once.
+
+On a GPU the first passes of a shape are many times as slow as all later ones, since they are captured, and a step whose
+kernels have to be compiled takes up to seconds. So batches of all sizes go through what a policy may ask for: nobody
+drafts, or everybody, or a few of many whose drafts have something to read first; drafts go on, or a rule ends them.
+Nothing of it is left but shapes. Knows nothing of these, nor of the policy that comes after it but which signals it
+needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dsde.core.params import SamplingParams
+from dsde.core.stops import StopByWorth
+from dsde.engine.engine import Engine
+from dsde.engine.metrics import EngineMetrics
+from dsde.engine.planning import Planner
+from dsde.engine.scheduler import blocks_for
+from dsde.models.batch import BLOCK_SIZE
+from dsde.policies import BatchView, Need, Outcome, Plan, Policy
+
+NUM_PROMPT_TOKENS = 4 * BLOCK_SIZE + 1
+"""of a made-up request: as much as the draft of one may have to read"""
+NUM_MORE_TOKENS = 16 * BLOCK_SIZE
+"""that it has memory for beside them"""
+NUM_STEPS = 3
+"""of each kind: the first was under way already, the second compiles, the third captures"""
+WAYS = (
+    SamplingParams(temperature=0, ignore_eos=True),
+    SamplingParams(temperature=1, ignore_eos=True, seed=0),
+    SamplingParams(temperature=1, top_p=0.9, ignore_eos=True, seed=0),
+)
+"""of drawing tokens, each of which has kernels of its own"""
+
+
+class Act(NamedTuple):
+    length: int = 0
+    """of a draft, at most"""
+    usual: int | None = None
+    """at which a rule ends it; None: there is no rule"""
+    num_missed: int = 1
+    """tokens that the draft has to read first, the newest among them"""
+    num_drafting: int | None = None
+    """None: all"""
+
+
+NOBODY = Act()
+ACTS = (
+    NOBODY,
+    Act(length=8, usual=4),
+    Act(length=4, usual=2),
+    Act(length=2, usual=1),
+    Act(length=4),
+    Act(length=2),
+    Act(length=1, num_missed=4),
+    *(Act(4 // few, num_missed=missed, num_drafting=few) for few in (1, 2, 4) for missed in (4, 16, 64)),
+)
+
+
+class Script(Policy):
+    """Has drafts made as it is told to, and learns nothing."""
+
+    def __init__(self, needs: Need) -> None:
+        self.needs = needs
+        self.act = NOBODY
+
+    def plan(self, batch: BatchView) -> Plan:
+        act, num = self.act, batch.slots.size
+        is_drafting = np.arange(num) < (num if act.num_drafting is None else act.num_drafting)
+        plan = Plan.wanting(np.where(is_drafting, act.length, 0), batch)
+        if act.usual is not None:
+            # What a token is worth halves from one to the next, and those up to the usual length earn what they cost.
+            price = 0.75 * 0.5**act.usual
+            plan.stop = StopByWorth(
+                weights=np.zeros(3),
+                offsets=np.zeros(num),
+                outlooks=np.full(num, 0.5),
+                keep_above=price,
+                go_on_above=price,
+                pass_above=0.0,
+                usual=np.where(is_drafting, act.usual, 0),
+            )
+        return plan
+
+    def observe(self, outcome: Outcome) -> None:
+        """Whatever came of it: nobody will ask."""
+
+
+def rehearse(engine: Engine) -> None:
+    """Before its first request. Does nothing where there is nothing to compile or to capture."""
+    if not engine.executor.is_asynchronous:
+        return
+    assert not engine.has_work, "a rehearsal is for an engine that nobody uses yet"
+    script = Script(engine.policy.needs)
+    sizes = _sizes(engine)
+    with _played(engine, script):
+        for size in reversed(sizes):  # the largest first: whatever needs more room than before is captured anew
+            for params in WAYS if size in (sizes[0], sizes[-1]) else WAYS[:1]:
+                _perform(engine, script, size, params)
+
+
+def _sizes(engine: Engine) -> list[int]:
+    """Powers of two, and as many as run at most, as far as there is memory."""
+    num_blocks = blocks_for(NUM_PROMPT_TOKENS + NUM_MORE_TOKENS) + 1
+    most = min(engine.config.max_num_seqs, engine.scheduler.pool.num_blocks // num_blocks)
+    powers = [1 << place for place in range(most.bit_length())]
+    return [*powers, *([most] if most not in (0, powers[-1]) else [])]
+
+
+@contextmanager
+def _played(engine: Engine, script: Script) -> Iterator[None]:
+    """The script instead of the policy; nothing is counted, and nothing stays in the prefix cache."""
+    policy, planner, metrics = engine.policy, engine.planner, engine.metrics
+    engine.policy, engine.metrics = script, EngineMetrics()
+    engine.planner = Planner(script, engine.scheduler, engine.drafter, engine.metrics)
+    engine.planner.num_ahead = planner.num_ahead
+    try:
+        yield
+    finally:
+        for request_id in list(engine.requests):
+            engine.abort(request_id)
+        engine.step()  # lands what is under way
+        engine.policy, engine.planner, engine.metrics = policy, planner, metrics
+        engine.scheduler.pool.forget_all()
+
+
+def _perform(engine: Engine, script: Script, size: int, params: SamplingParams) -> None:
+    """Everything that so many requests may do."""
+    rng = np.random.default_rng(size)
+    num_prompt_tokens = min(NUM_PROMPT_TOKENS, engine.intake.max_model_len // 2)
+    prompts = rng.integers(0, engine.intake.vocab_size, (size, num_prompt_tokens))
+    params = replace(params, max_tokens=NUM_MORE_TOKENS)
+    requests = [engine.requests[engine.add(prompt.tolist(), params)] for prompt in prompts]
+    sequences = [request.completions[0].sequence for request in requests]
+    script.act = NOBODY
+    while any(sequence.num_output_tokens == 0 for sequence in sequences):
+        engine.step()
+    for act in ACTS if engine.drafter is not None else ACTS[:1]:
+        script.act = NOBODY
+        _step(engine)
+        for sequence in sequences:  # as if nobody had drafted for so long
+            sequence.num_draft_computed = min(sequence.num_draft_computed, max(sequence.num_tokens - act.num_missed, 0))
+        script.act = act
+        for _ in range(NUM_STEPS):
+            _step(engine)
+    for sequence in sequences:
+        engine.abort(sequence.request_id)
+    engine.step()
+
+
+def _step(engine: Engine) -> None:
+    if engine.has_work:  # small models have no room for all acts
+        engine.step()

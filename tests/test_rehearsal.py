@@ -1,0 +1,83 @@
+"""A rehearsal before the first request: shapes are met that requests meet later, and nothing else is left of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("triton")
+
+from dsde import SamplingParams
+from dsde.engine.engine import Engine
+from dsde.engine.metrics import EngineMetrics
+from dsde.engine.rehearsal import rehearse
+from test_device_engine import GREEDY, Way, model, random_prompt, tokens_of, way
+from tiny import complete, make_engine
+
+__all__ = ["way"]
+
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, seed=3)
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(count)
+    return [random_prompt(rng, 10, 40) for _ in range(count)]
+
+
+def num_cold(engine: Engine, count: int, params: SamplingParams) -> int:
+    """Slow steps of so many requests."""
+    before = engine.metrics.num_cold_steps
+    complete(engine, prompts(count), params)
+    return engine.metrics.num_cold_steps - before
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("draft", "policy"), [("close", "auto"), ("close", "static:4"), ("none", "off")])
+def test_texts_are_as_without(way: Way, draft: str, policy: str, params: SamplingParams) -> None:
+    fresh, rehearsed = (way.engine(draft, policy, max_num_seqs=4) for _ in range(2))
+    rehearse(rehearsed)
+    assert tokens_of(complete(rehearsed, prompts(6), params)) == tokens_of(complete(fresh, prompts(6), params))
+
+
+def test_nothing_else_is_left(way: Way) -> None:
+    engine = way.engine("close", "auto", max_num_seqs=4)
+    policy, planner, num_blocks = engine.policy, engine.planner, engine.scheduler.pool.num_free
+    rehearse(engine)
+    assert engine.policy is policy
+    assert engine.planner is planner
+    assert planner.metrics is engine.metrics
+    assert engine.metrics == EngineMetrics()
+    assert not engine.requests
+    assert not engine.has_work
+    assert engine.scheduler.pool.num_free == num_blocks
+    assert not engine.scheduler.pool._keys, "the prefix cache knows made-up prompts"
+    assert policy.cost.num_verified(1) == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_fewer_steps_are_slow_afterwards(way: Way, count: int) -> None:
+    if way.name == "plain":
+        pytest.skip("without graphs no pass is slower than another")
+    fresh, rehearsed = (way.engine("close", "static:2", max_num_seqs=8) for _ in range(2))
+    rehearse(rehearsed)
+    assert num_cold(rehearsed, count, GREEDY) < num_cold(fresh, count, GREEDY) / 2
+
+
+def test_a_short_context_is_no_obstacle(way: Way) -> None:
+    engine = way.engine("short context", "auto", max_num_seqs=2, max_model_len=24)
+    rehearse(engine)
+    assert len(complete(engine, [[1, 2, 3]], GREEDY)) == 1
+
+
+def test_little_memory_is_no_obstacle(way: Way) -> None:
+    engine = way.engine("close", "auto", kv_cache_bytes=1 << 16)
+    rehearse(engine)
+    assert len(complete(engine, [[1, 2, 3]], GREEDY)) == 1
+
+
+def test_there_is_none_without_a_device() -> None:
+    engine = make_engine(model("target"), model("close"), "auto")
+    if not engine.executor.is_asynchronous:
+        rehearse(engine)
+        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks

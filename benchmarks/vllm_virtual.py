@@ -1,6 +1,7 @@
 """The vLLM plugin's decisions in virtual time: requests that come together, end one by one and come again.
 
     python benchmarks/vllm_virtual.py [--pair 8b|qwen] [--acceptance 0.8] [--seeds 6] [--noise 0.05] [--slow-start 1.5]
+        [--slow-return 1.5]
 
 The plugin's controller and policies run as they are, beside a scheduler like vLLM's asynchronous one: one step more is
 scheduled before the last is reported, prompts are read up to 8192 tokens a step, finished requests leave when they are
@@ -36,8 +37,8 @@ PROMPT_TOKENS = 64
 BATCHED_TOKENS = 8192
 GRAPH_TOKENS = 512
 NUM_IN_FLIGHT = 2
-NUM_SLOW = 4
-"""first steps without drafts of a size of batch, with a slow start"""
+NUM_SLOW = 3
+"""first steps without drafts of a size of batch, with a slow start, or behind drafts, with a slow return"""
 
 
 class Costs(NamedTuple):
@@ -113,9 +114,11 @@ class VirtualVLLM:
         seed: int = 0,
         is_plain: bool = False,
         slow_start: float = 1.0,
+        slow_return: float = 1.0,
     ) -> None:
         """With `is_plain` as on a CPU: no graphs, and no step is scheduled before the last is reported. The first steps
-        without drafts, of every size of batch, take `slow_start` times as long as later ones."""
+        without drafts, of every size of batch, take `slow_start` times as long as later ones, and those that come first
+        behind drafts `slow_return` times."""
         self.now = 0.0
         limits = Limits(
             max_length=6,
@@ -127,7 +130,9 @@ class VirtualVLLM:
         )
         self.controller = Controller(make_supported(policy, "draft_model"), limits, clock=lambda: self.now)
         self.costs, self.acceptance, self.noise = costs, acceptance, noise
-        self._slow_start = slow_start
+        self._slow_start, self._slow_return = slow_start, slow_return
+        self._num_returned = NUM_SLOW
+        """steps without drafts since one that verified some"""
         self._nums_plain: Counter[int] = Counter()
         """steps without drafts so far, by size of batch"""
         self.num_caught_up = 0
@@ -211,6 +216,8 @@ class VirtualVLLM:
             size = size_of_batch(num_seqs)
             self._nums_plain[size] += 1
             milliseconds *= self._slow_start if self._nums_plain[size] <= NUM_SLOW else 1.0
+            milliseconds *= self._slow_return if self._num_returned < NUM_SLOW else 1.0
+        self._num_returned = self._num_returned + 1 if num_tokens == num_seqs else 0
         is_ragged = len(set(output.num_scheduled_tokens.values())) > 1
         return max(milliseconds, costs.ragged) if is_ragged else milliseconds
 
@@ -244,13 +251,20 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.05, help="share that a step takes longer, typically")
     parser.add_argument("--batches", type=int, nargs="+", choices=TOKENS, default=list(TOKENS), help="in this order")
     parser.add_argument("--slow-start", type=float, default=1.0, help="times as long as others, the first steps")
+    parser.add_argument("--slow-return", type=float, default=1.0, help="likewise the first without drafts behind some")
     options = parser.parse_args()
     fixed = [f"static:{length}" for length in range(1, 5)]
     speeds: dict[str, list[dict[int, float]]] = {}
     for policy in ("off", *fixed, "auto"):
         engines = [
             VirtualVLLM(
-                policy, PAIRS[options.pair], options.acceptance, options.noise, seed, slow_start=options.slow_start
+                policy,
+                PAIRS[options.pair],
+                options.acceptance,
+                options.noise,
+                seed,
+                slow_start=options.slow_start,
+                slow_return=options.slow_return,
             )
             for seed in range(options.seeds)
         ]

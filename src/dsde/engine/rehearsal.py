@@ -109,8 +109,8 @@ def _sizes(engine: Engine) -> list[int]:
     """Powers of two, and as many as run at most, as far as there is memory."""
     num_blocks = blocks_for(NUM_PROMPT_TOKENS + NUM_MORE_TOKENS) + 1
     most = min(engine.config.max_num_seqs, engine.scheduler.pool.num_blocks // num_blocks)
-    powers = [1 << place for place in range(most.bit_length())]
-    return [*powers, *([most] if most not in (0, powers[-1]) else [])]
+    sizes = {1 << place for place in range(most.bit_length())} | {most}
+    return sorted(sizes - {0})
 
 
 @contextmanager

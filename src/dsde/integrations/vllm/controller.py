@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dsde.integrations.vllm.backlog import Backlog
 from dsde.integrations.vllm.messages import Directive, Feedback
 from dsde.integrations.vllm.meter import Meter
-from dsde.integrations.vllm.rest import LEAST_MEASURED, LONGEST_REST, Rest
+from dsde.integrations.vllm.rest import LONGEST_REST, NUM_CHECKED, Rest
 from dsde.integrations.vllm.settled import Settled
 from dsde.integrations.vllm.slots import Slots
 from dsde.integrations.vllm.support import looks_ahead, pairs, takes_turns
@@ -288,7 +288,7 @@ class Controller:
         if is_check or (self._takes_turns and not self._settled.is_on):
             # When it ends, the newest of its steps have not been reported yet. Whoever is told of it as a whole is to
             # be told what a step took, too. A single one between drafts would say little: they are still launched.
-            num_left = max(num_left, self.limits.num_in_flight + (LEAST_MEASURED - 1 if self._pairs else 0))
+            num_left = max(num_left, self.limits.num_in_flight + (NUM_CHECKED - 1 if self._pairs else 0))
         # A trace has a line for every step. A draft that cannot be left out takes its time in every one.
         if num_left > 0 and decision.request_ids and self.limits.can_skip and self._trace is None:
             # Who pairs outcomes with plans hears nothing of the step behind the rest, which is like the others.

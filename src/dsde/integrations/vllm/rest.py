@@ -22,6 +22,9 @@ STEPS_PER_TIMED = 8
 """of those after them, of which one is: together with the one before, whose end is its beginning"""
 LEAST_MEASURED = 2
 """steps of a longer rest that tell what one takes: some may still be under way when it ends"""
+NUM_CHECKED = 4
+"""steps that a rest between drafts is to have measured: in the first ones the host still does what drafts left it, and
+where it is the slower one they take half as long again as others"""
 NUM_HELD = 31
 """newest steps whose seconds count"""
 
@@ -60,6 +63,10 @@ class Rest:
         self.num_steps += 1
         return self.num_steps <= NUM_TIMED or self.num_steps % STEPS_PER_TIMED <= 1
 
+    def _step_s(self) -> float:
+        """What a step took. Of few the fastest: they are slow by accident, and because the policy thought of them."""
+        return min(self.seconds) if len(self.seconds) <= NUM_TIMED else statistics.median_low(self.seconds)
+
     def outcomes(self) -> list[Outcome]:
         batch, num = self._batch, self.num_steps
         nothing = np.zeros(batch.slots.size, np.int64)
@@ -69,8 +76,7 @@ class Rest:
             accepted=nothing,
             klds=np.empty(0),
             temperatures=batch.temperatures,
-            # Of two the lower one: a step is slow by accident.
-            verify_s=statistics.median_low(self.seconds) if len(self.seconds) >= min(num, LEAST_MEASURED) else 0.0,
+            verify_s=self._step_s() if len(self.seconds) >= min(num, LEAST_MEASURED) else 0.0,
             num_decoding=batch.slots.size,
             num_steps=num + self._num_untold if self._is_one else 1,
         )

@@ -533,6 +533,25 @@ def test_who_asks_during_a_rest_is_told_what_is_left_of_it(num_told_at_once: int
     assert thoughts == before + 1
 
 
+@pytest.mark.parametrize("comes", [False, True])
+def test_who_is_left_of_a_rest_goes_on_with_it(comes: bool) -> None:
+    """Without another thought, which would take as long as a step; but not beside somebody who is new."""
+    rng, policy, view = np.random.default_rng(0), Auto(), batch(4)
+    plan = policy.plan(view)
+    while plan.num_resting < 3:
+        policy.observe(all_rejected(plan, rng))
+        policy.settle()
+        plan = policy.plan(view)
+    policy.observe(all_rejected(plan, rng))
+    num_resting, rate_off = plan.num_resting, plan.signals["rate_off"]
+    policy.forget(np.array([1]))
+    assert plan.num_resting == 0, "announced for as long as nobody ends"
+    slots = np.array([0, 2, 3, 1] if comes else [0, 2, 3])
+    after = policy.plan(BatchView(slots, np.full(slots.size, 100), np.zeros(slots.size), slots.size))
+    assert (after.num_resting == num_resting - 1 and np.array_equal(after.signals["rate_off"], rate_off[:3])) != comes
+    assert comes or (after.lengths.size, after.lengths.any()) == (3, False)
+
+
 @pytest.mark.parametrize("how", ["step is lost", "nobody to plan for"])
 def test_a_look_that_came_to_nothing_is_not_the_last(how: str) -> None:
     """A step fails, everybody in it is aborted, or the next one only reads prompts."""

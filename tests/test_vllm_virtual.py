@@ -29,7 +29,7 @@ def test_auto_is_about_as_fast_as_the_best_of_all_fixed_lengths(pair: str, accep
     # A single request's few tokens would want more seeds.
     ratios = {batch: auto[batch] / max(one[batch] for one in fixed) for batch in TOKENS if batch > 1}
     assert min(ratios.values()) > 0.92, ratios
-    assert np.mean(list(ratios.values())) > 0.95, ratios
+    assert np.mean(list(ratios.values())) > 0.94, ratios
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -8,7 +8,7 @@ learnt while serving. Knows nothing of models, of tokens or of what is being wri
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -121,6 +121,8 @@ class Auto(Policy):
         """outcomes of the current plan"""
         self._num_rested = 0
         """steps that they stand for"""
+        self._num_left = 0
+        """steps of a rest that ended with a request"""
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
         self._drafts = False
@@ -138,12 +140,15 @@ class Auto(Policy):
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
         has_missed = self.cost.see(batch)
-        self._meet(batch)
+        has_met = self._meet(batch)
         if not has_missed and self._rests(batch):
             assert self._current is not None
             self._current.plan.num_resting -= self._num_rested
             self._current.batch, self._num_observed, self._num_rested = batch, 0, 0
             return self._current.plan
+        num_left, self._num_left = self._num_left, 0
+        if num_left and not has_met and self._outlives(batch):
+            return self._rest_on(batch, num_left)
         # A look was taken into account when the one behind it was planned, whatever it had to read.
         is_expected = self._next is not None and self._next.is_probing
         if self._next is not None and ((has_missed and not is_expected) or not self._next.fits(batch)):
@@ -174,12 +179,14 @@ class Auto(Policy):
         if self._current is not None and not self._current.plan.num_resting:
             self._next = self._draft(self._current.batch)
 
-    def _meet(self, batch: BatchView) -> None:
-        """What drafting would have saved of others is no reason to read the prompts of those who are new."""
+    def _meet(self, batch: BatchView) -> bool:
+        """Whether somebody is new. What drafting would have saved of others is no reason to read their prompts."""
         is_new = self._lifespan.see(batch.slots)
-        if self._foregone_s and is_new.any():
+        has_met = bool(is_new.any())
+        if self._foregone_s and has_met:
             behind = self.cost.behind(batch.slots)
             self._foregone_s *= 1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0)
+        return has_met
 
     def _rests(self, batch: BatchView) -> bool:
         """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
@@ -188,11 +195,33 @@ class Auto(Policy):
             return False
         return current.fits(batch)
 
+    def _outlives(self, batch: BatchView) -> bool:
+        """Whether these are what is left of a batch that rests."""
+        current = self._current
+        if current is None or current.is_probing or current.is_blind or batch.num_prompt_tokens:
+            return False
+        stays = np.isin(current.batch.slots, batch.slots)
+        return bool(np.array_equal(current.batch.slots[stays], batch.slots)) and not current.plan.lengths.any()
+
+    def _rest_on(self, batch: BatchView, num_left: int) -> Plan:
+        """The same for those who are left: requests end in any step, and to think anew takes as long as one."""
+        assert self._current is not None
+        stays = np.isin(self._current.batch.slots, batch.slots)
+        plan = Plan.wanting(0, batch)
+        plan.signals = {name: values[stays] for name, values in self._current.plan.signals.items()}
+        plan.num_resting = num_left
+        self._current = replace(self._current, batch=batch, plan=plan)
+        self._drop_next()
+        self._num_observed = self._num_rested = 0
+        return plan
+
     def forget(self, slots: IntArray) -> None:
         self._learn()
         self._drop_next()
-        if self._current is not None:
-            self._current.plan.num_resting = 0  # announced for as long as nobody ends
+        if self._current is not None and self._current.plan.num_resting:
+            # Announced for as long as nobody ends; but who is left may go on with it.
+            self._num_left = max(self._current.plan.num_resting - self._num_rested, 0)
+            self._current.plan.num_resting = 0
         self.acceptance.forget(slots)
         self._lifespan.forget(slots)
         self.cost.forget(slots)

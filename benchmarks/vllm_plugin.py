@@ -162,7 +162,8 @@ class Engine:
             self.torch.cuda.synchronize()
         ends = [begin, *self.step_ends]
         found = {"tokens": batch * tokens - num_before, "seconds": end - begin, "steps": len(self.step_ends)}
-        return found | {"median_step_s": statistics.median(b - a for a, b in itertools.pairwise(ends))}
+        gaps = [after - before for before, after in itertools.pairwise(ends)]
+        return found | {"median_step_s": statistics.median(gaps) if gaps else 0.0}
 
     def _find_begun(self) -> tuple[float, int] | None:
         counts = [request.num_output_tokens for request in self._core().scheduler.requests.values()]
@@ -281,7 +282,8 @@ class Bench:
                 time.sleep(0.5)
 
     def _left(self, variant: str) -> list[int]:
-        rows = [row for row in self.report["cells"] if len(row["rounds"]) >= self.options.rounds]
+        num_rounds = self.options.rounds * self.options.copies
+        rows = [row for row in self.report["cells"] if len(row["rounds"]) >= num_rounds]
         known = {row["batch"] for row in rows if row["variant"] == variant}
         return [batch for batch in self.options.batches if batch not in known]
 

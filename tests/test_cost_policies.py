@@ -427,6 +427,20 @@ def test_a_batch_whose_steps_all_read_prompts_goes_by_the_next_larger_one() -> N
     assert float(cost.verify_s(8100)) == pytest.approx(50e-3, rel=0.05)
     cost.turn_to(20)  # new, and goes by that one
     assert float(cost.verify_s(20)) <= 10e-3
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(20)), [0] * 20, [0] * 20, 0.0, 50e-3, num_prompt_tokens=8000))
+    assert float(cost.verify_s(20)) <= 10e-3, "of all larger ones, one that was measured without prompts counts"
+
+
+def test_what_other_batches_tell_changes_with_the_machine() -> None:
+    cost = CostModel(num_tried=2, is_flat_below=True)
+    for _ in range(4):
+        cost.observe(outcome_of(list(range(60)), [0] * 60, [0] * 60, 0.0, 10e-3))
+        cost.observe(outcome_of(list(range(100)), [0] * 100, [0] * 100, 0.0, 50e-3, num_prompt_tokens=8000))
+    cost.turn_to(100)
+    assert float(cost.verify_s(100)) <= 11e-3
+    cost._verifications.scale(3.0)
+    assert float(cost.verify_s(100)) == pytest.approx(30e-3, rel=0.1)
 
 
 def test_a_step_without_drafts_is_measured_at_once_or_when_it_can_be_spared() -> None:
@@ -1108,6 +1122,21 @@ def test_a_token_of_everybody_is_tried_until_it_is_known_what_it_takes(
         num += 1
         assert num < 20
     assert num == most
+
+
+def test_a_draft_that_proposes_nothing_is_not_tried_for_ever() -> None:
+    """It takes its time to find nothing, and nothing is verified."""
+    probe = Probe(CostModel(num_tried=2, is_flat_below=True), 4)
+    slots = list(range(8))
+    for _ in range(4):
+        probe.cost.observe(outcome_of(slots, [0] * 8, [0] * 8, verify_s=0.01))
+    num = 0
+    while probe.is_on_credit(batch_of(slots), num_tried=2):
+        assert probe.begin(batch_of(slots), num_tried=2)
+        probe.end(probe.cost.observe(outcome_of(slots, [0] * 8, [0] * 8, 1e-3, 0.01)), 0.01)
+        num += 1
+        assert num < 20
+    assert num > 2
 
 
 def test_whoever_is_new_brings_less_of_the_price_the_sooner_it_will_end() -> None:

@@ -19,6 +19,8 @@ __all__ = ["way"]
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, seed=3)
 
+UNSEEDED = SamplingParams(temperature=0.9, max_tokens=24)
+
 
 def prompts(count: int) -> list[list[int]]:
     rng = random.Random(count)
@@ -32,9 +34,11 @@ def num_cold(engine: Engine, count: int, params: SamplingParams) -> int:
     return engine.metrics.num_cold_steps - before
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, UNSEEDED], ids=["greedy", "sampled", "without a seed"])
 @pytest.mark.parametrize(("draft", "policy"), [("close", "auto"), ("close", "static:4"), ("none", "off")])
 def test_texts_are_as_without(way: Way, draft: str, policy: str, params: SamplingParams) -> None:
+    if policy == "auto" and params is UNSEEDED:
+        pytest.skip("without a seed a text depends on its drafts, and these on what steps took")
     fresh, rehearsed = (way.engine(draft, policy, max_num_seqs=4) for _ in range(2))
     rehearse(rehearsed)
     assert tokens_of(complete(rehearsed, prompts(6), params)) == tokens_of(complete(fresh, prompts(6), params))
@@ -80,4 +84,4 @@ def test_there_is_none_without_a_device() -> None:
     engine = make_engine(model("target"), model("close"), "auto")
     if not engine.executor.is_asynchronous:
         rehearse(engine)
-        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+        assert not engine.scheduler.pool._next_node > 1, "made-up prompts were read"

@@ -24,7 +24,7 @@ def run_serve(
 ) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with bind(settings) as listener:
-        llm = _elsewhere(lambda: _load(choice, limits, warm_up))
+        llm = _elsewhere(lambda: _load(choice, limits, warm_up, console))
         if settings.model_name == ServerSettings.model_name:
             settings = replace(settings, model_name=llm.target)
         set_up_logs(settings.log_format)
@@ -40,10 +40,13 @@ def run_serve(
             engine.shutdown()
 
 
-def _load(choice: ModelChoice, limits: dict[str, int | None], warm_up: bool) -> LLM:
+def _load(choice: ModelChoice, limits: dict[str, int | None], warm_up: bool, console: Console) -> LLM:
     llm = choice.load(**limits)
     if warm_up:
-        llm.warm_up()
+        try:
+            llm.warm_up()
+        except Exception as error:  # what made-up requests could not have real ones may not need
+            console.print(f"Warming up failed, and first requests will take longer: {error}")
     return llm
 
 

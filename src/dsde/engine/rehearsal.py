@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from dsde.core.params import SamplingParams
 from dsde.core.stops import StopByWorth
+from dsde.drafting.foresight import Foresight
 from dsde.engine.engine import Engine
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.planning import Planner
@@ -116,24 +118,30 @@ def _sizes(engine: Engine) -> list[int]:
 @contextmanager
 def _played(engine: Engine, script: Script) -> Iterator[None]:
     """The script instead of the policy; nothing is counted, and nothing stays in the prefix cache."""
-    policy, planner, metrics = engine.policy, engine.planner, engine.metrics
-    engine.policy, engine.metrics = script, EngineMetrics()
+    policy, planner, metrics, intake = engine.policy, engine.planner, engine.metrics, engine.intake
+    # A copy counts these requests, by whose numbers others are sampled that bring no seed.
+    engine.policy, engine.metrics, engine.intake = script, EngineMetrics(), copy(intake)
     engine.planner = Planner(script, engine.scheduler, engine.drafter, engine.metrics)
     engine.planner.num_ahead = planner.num_ahead
     try:
         yield
     finally:
-        for request_id in list(engine.requests):
-            engine.abort(request_id)
-        engine.step()  # lands what is under way
-        engine.policy, engine.planner, engine.metrics = policy, planner, metrics
-        engine.scheduler.pool.forget_all()
+        try:
+            for request_id in list(engine.requests):
+                engine.abort(request_id)
+            engine.step()  # lands what is under way
+        finally:
+            engine.policy, engine.planner, engine.metrics, engine.intake = policy, planner, metrics, intake
+            engine.scheduler.pool.forget_all()
+            drafter = getattr(engine.executor, "drafter", None)
+            if drafter is not None:
+                drafter.foresight = Foresight()  # a script is obeyed to the letter
 
 
 def _perform(engine: Engine, script: Script, size: int, params: SamplingParams) -> None:
     """Everything that so many requests may do."""
     rng = np.random.default_rng(size)
-    num_prompt_tokens = min(NUM_PROMPT_TOKENS, engine.intake.max_model_len // 2)
+    num_prompt_tokens = max(min(NUM_PROMPT_TOKENS, engine.intake.max_model_len // 2), 1)
     prompts = rng.integers(0, engine.intake.vocab_size, (size, num_prompt_tokens))
     params = replace(params, max_tokens=NUM_MORE_TOKENS)
     requests = [engine.requests[engine.add(prompt.tolist(), params)] for prompt in prompts]

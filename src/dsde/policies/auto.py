@@ -22,6 +22,7 @@ from dsde.policies.menu import Menu
 from dsde.policies.price import find_prices
 from dsde.policies.probe import Probe
 from dsde.policies.recheck import Recheck
+from dsde.policies.verifications import size_of_batch
 
 NUM_TRIED = 2
 """measurements of a size before it is believed"""
@@ -200,8 +201,13 @@ class Auto(Policy):
         current = self._current
         if current is None or current.is_probing or current.is_blind or batch.num_prompt_tokens:
             return False
-        stays = np.isin(current.batch.slots, batch.slots)
-        return bool(np.array_equal(current.batch.slots[stays], batch.slots)) and not current.plan.lengths.any()
+        before = current.batch
+        if size_of_batch(before.num_sequences) != size_of_batch(batch.num_sequences):
+            return False  # what pays may be another matter
+        if before.num_decoding - before.slots.size != batch.num_decoding - batch.slots.size:
+            return False
+        stays = np.isin(before.slots, batch.slots)
+        return bool(np.array_equal(before.slots[stays], batch.slots)) and not current.plan.lengths.any()
 
     def _rest_on(self, batch: BatchView, num_left: int) -> Plan:
         """The same for those who are left: requests end in any step, and to think anew takes as long as one."""
@@ -210,7 +216,8 @@ class Auto(Policy):
         plan = Plan.wanting(0, batch)
         plan.signals = {name: values[stays] for name, values in self._current.plan.signals.items()}
         plan.num_resting = num_left
-        self._current = replace(self._current, batch=batch, plan=plan)
+        share = batch.num_sequences / self._current.batch.num_sequences
+        self._current = replace(self._current, batch=batch, plan=plan, foregone_s=share * self._current.foregone_s)
         self._drop_next()
         self._num_observed = self._num_rested = 0
         return plan

@@ -35,6 +35,8 @@ NUM_GUESSED = 3
 """verifications of a size of batch, for which what smaller ones cost is taken from batches of other sizes"""
 NEAR = 1.5
 """times as many tokens, that tell what a step without drafts takes: batches shrink one by one"""
+SHORT_REST = 8
+"""steps of a rest up to which few of them may have been measured"""
 MOST_ASIDE = 16
 """steps that are not learnt from before it is known whether the machine has changed"""
 
@@ -225,7 +227,8 @@ class CostModel:
     def observe(self, outcome: Outcome) -> StepCost:
         """Learn from a step, and say what its seconds were for."""
         self.turn_to(outcome.num_sequences)
-        for _ in range(min(outcome.num_steps, NUM_ALIKE)):  # of a rest it is the median, and no accident
+        # Of a long rest it is the median, and no accident.
+        for _ in range(NUM_ALIKE if outcome.num_steps > SHORT_REST else 1):
             self._follow_tempo(outcome)
         # Those of a machine that has just changed must not be kept with, and scaled like, those from before.
         self._aside.append(outcome)

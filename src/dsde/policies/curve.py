@@ -206,6 +206,7 @@ class Curve:
         """Everything takes so many times as long as it did."""
         self._held *= factor
         self._ratios *= factor
+        self._own = self._own * factor  # others look at it, and need not ask for anything before
         self._is_stale = self.num_measured > 0
 
     def to_dict(self) -> dict[str, list[float]]:

@@ -62,6 +62,10 @@ class Probe:
         self._num_ended = 0
         self._num_untimed = 0
         """of the newest"""
+        self._tried = 0, 0
+        """tokens that were last to be verified on credit, and how often they had been"""
+        self._num_futile = 0
+        """such looks, one after the other, that verified nothing: a draft may find nothing to propose"""
         self._saved_s = 0.0
         self._expected_s = 0.0
         """that the draft last thought of will take"""
@@ -105,7 +109,7 @@ class Probe:
         is_untried = self.cost.num_verified(num_tokens) < num_tried
         if self._num_ended < 2 * num_tried:  # where every draft has something to read none tells what it takes itself
             is_untried = is_untried or self.cost.num_drafts < num_tried
-        if not is_untried or batch.num_prompt_tokens or self._num_untimed > MOST_UNTIMED:
+        if not is_untried or batch.num_prompt_tokens or max(self._num_untimed, self._num_futile) > MOST_UNTIMED:
             return False
         most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
         return float(self.cost.catch_up_s(num_behind)) <= most_s
@@ -117,6 +121,10 @@ class Probe:
         most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
         if self.is_on_credit(batch, num_tried):
             self.lengths = np.minimum(batch.rooms, 1)
+            num_tokens = batch.num_sequences + int(self.lengths.sum())
+            tried = num_tokens, self.cost.num_verified(num_tokens)
+            self._num_futile = self._num_futile + 1 if tried == self._tried else 0
+            self._tried = tried
             self._expected_s = self._cost_s(batch, self.lengths)
             self._price_s = min(self._expected_s, most_s)
             return True

@@ -3,8 +3,8 @@
 As many tokens take longer if more sequences share them, since all their contexts are read; how much longer depends on
 the machine, the model and the contexts. So batches of different sizes, each up to twice as large as the one before,
 learn from their own steps alone. One that is new goes by the nearest until it has measured some size twice, and steps
-smaller than all of its own take no longer than would be expected in the next smaller batch, or in the next larger one:
-its own may all have read prompts. Knows nothing of drafts.
+smaller than all of its own take no longer than would be expected in the next smaller batch, or in any larger one: its
+own may all have read prompts. Knows nothing of drafts.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class Verifications:
             curve.pass_time(now - self._left_at.get(size, now))
         trusted = [other for other, one in self._curves.items() if one.is_trusted and other != size]
         nearest = min(trusted, key=lambda other: abs(other - size), default=None)
-        smaller = max((other for other in trusted if other < size), default=size)
-        larger = min((other for other in trusted if other > size), default=size)
-        others = [self._curves[other] for other in (smaller, larger) if other != size]
-        curve.go_by(None if nearest is None else self._curves[nearest], others)
+        smaller = [other for other in trusted if other < size]
+        others = [*sorted(smaller)[-1:], *(other for other in trusted if other > size)]
+        curve.go_by(None if nearest is None else self._curves[nearest], [self._curves[other] for other in others])
         self._size, self.current, self.is_first = size, curve, not trusted
 
     @property

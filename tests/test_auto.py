@@ -533,43 +533,44 @@ def test_who_asks_during_a_rest_is_told_what_is_left_of_it(num_told_at_once: int
     assert thoughts == before + 1
 
 
-@pytest.mark.parametrize("comes", [False, True])
-def test_who_is_left_of_a_rest_goes_on_with_it(comes: bool) -> None:
-    """Without another thought, which would take as long as a step; but not beside somebody who is new."""
-    rng, policy, view = np.random.default_rng(0), Auto(), batch(4)
-    plan = policy.plan(view)
-    while plan.num_resting < 3:
+def resting(num_seqs: int) -> tuple[Auto, Plan, list[BatchView]]:
+    """A policy whose plan has three steps or more to rest, one of which is over; and what it thinks of from now on."""
+    policy, rng = Auto(), np.random.default_rng(0)
+    while (plan := policy.plan(batch(num_seqs))).num_resting < 3:
         policy.observe(all_rejected(plan, rng))
         policy.settle()
-        plan = policy.plan(view)
     policy.observe(all_rejected(plan, rng))
+    think, thoughts = policy._draft, []
+    policy._draft = lambda view: thoughts.append(view) or think(view)  # type: ignore[func-returns-value, method-assign]
+    return policy, plan, thoughts
+
+
+def test_who_is_left_of_a_rest_goes_on_with_it() -> None:
+    """Without another thought, for which a device would wait."""
+    policy, plan, thoughts = resting(4)
     num_resting, rate_off = plan.num_resting, plan.signals["rate_off"]
     policy.forget(np.array([1]))
     assert plan.num_resting == 0, "announced for as long as nobody ends"
-    slots = np.array([0, 1, 2, 3] if comes else [0, 2, 3])
-    rested_on = []
-    policy._rest_on = lambda *view: rested_on.append(view) or Auto._rest_on(policy, *view)  # type: ignore[func-returns-value, method-assign]
-    after = policy.plan(BatchView(slots, np.full(slots.size, 100), np.zeros(slots.size), slots.size))
-    assert bool(rested_on) != comes
-    if not comes:
-        assert after.num_resting == num_resting - 1
-        assert after.signals["rate_off"].tolist() == rate_off[:3].tolist()
-        assert after.lengths.tolist() == [0, 0, 0]
+    after = policy.plan(BatchView(np.array([0, 2, 3]), np.full(3, 100), np.zeros(3), 3))
+    assert not thoughts
+    assert after.num_resting == num_resting - 1
+    assert after.signals["rate_off"].tolist() == rate_off[:3].tolist()
+    assert after.lengths.tolist() == [0, 0, 0]
 
 
-def test_few_who_are_left_of_many_are_another_matter() -> None:
-    rng, policy, view = np.random.default_rng(0), Auto(), batch(64)
-    plan = policy.plan(view)
-    while plan.num_resting < 3:
-        policy.observe(all_rejected(plan, rng))
-        policy.settle()
-        plan = policy.plan(view)
-    policy.observe(all_rejected(plan, rng))
-    policy.forget(np.arange(1, 64))
-    rested_on = []
-    policy._rest_on = lambda *view: rested_on.append(view) or Auto._rest_on(policy, *view)  # type: ignore[func-returns-value, method-assign]
-    policy.plan(batch(1))
-    assert not rested_on
+@pytest.mark.parametrize(
+    ("num_seqs", "gone", "slots", "num_decoding"),
+    [
+        pytest.param(4, [1], [0, 1, 2, 3], 4, id="somebody is new"),
+        pytest.param(64, list(range(1, 64)), [0], 1, id="few of many"),
+        pytest.param(4, [3], [0, 1, 2], 4, id="somebody chose a length"),
+    ],
+)
+def test_others_think_anew(num_seqs: int, gone: list[int], slots: list[int], num_decoding: int) -> None:
+    policy, _, thoughts = resting(num_seqs)
+    policy.forget(np.array(gone))
+    policy.plan(BatchView(np.array(slots), np.full(len(slots), 100), np.zeros(len(slots)), num_decoding))
+    assert thoughts
 
 
 @pytest.mark.parametrize("how", ["step is lost", "nobody to plan for"])

@@ -1272,6 +1272,18 @@ def test_a_machine_that_slept_during_a_probe_is_probed_again() -> None:
     assert MOST_OWED <= num_steps * SHARE < 1.1 * MOST_OWED
 
 
+@pytest.mark.parametrize(("num_steps", "is_other"), [(6, False), (40, True)])
+def test_a_short_rest_is_no_other_machine(num_steps: int, is_other: bool) -> None:
+    """Few of its steps were measured, and of these the fastest counts."""
+    cost = CostModel()
+    for _ in range(8):
+        cost.observe(outcome_of([0], [4], [0], 1e-3, 12e-3))
+        cost.observe(outcome_of([0], [0], [0], 0.0, 10e-3))
+    before_s = float(cost.verify_s(5))
+    cost.observe(replace(outcome_of([0], [0], [0], 0.0, 6e-3), num_steps=num_steps))
+    assert (float(cost.verify_s(5)) < 0.9 * before_s) == is_other
+
+
 def test_a_step_that_tells_nothing_is_typical() -> None:
     """Prompts are read in it, after one that was held up: what was realised in it counts."""
     cost = CostModel()

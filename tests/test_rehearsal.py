@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from dsde import SamplingParams
+from dsde.engine.block_pool import ROOT
 from dsde.engine.engine import Engine
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.rehearsal import rehearse
@@ -18,7 +20,6 @@ from tiny import complete, make_engine
 __all__ = ["way"]
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, seed=3)
-
 UNSEEDED = SamplingParams(temperature=0.9, max_tokens=24)
 
 
@@ -57,6 +58,9 @@ def test_nothing_else_is_left(way: Way) -> None:
     assert engine.scheduler.pool.num_free == num_blocks
     assert not engine.scheduler.pool._keys, "the prefix cache knows made-up prompts"
     assert policy.cost.num_verified(1) == 0  # type: ignore[attr-defined]
+    foresight = engine.executor.drafter.foresight  # type: ignore[attr-defined]
+    assert not foresight.is_sure_of_end(0, depth=0)
+    assert not foresight.is_sure_of_end(0, depth=1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -81,7 +85,22 @@ def test_little_memory_is_no_obstacle(way: Way) -> None:
 
 
 def test_there_is_none_without_a_device() -> None:
-    engine = make_engine(model("target"), model("close"), "auto")
-    if not engine.executor.is_asynchronous:
-        rehearse(engine)
-        assert not engine.scheduler.pool._next_node > 1, "made-up prompts were read"
+    engine = make_engine(model("target", torch.device("cpu")), model("close", torch.device("cpu")), "auto")
+    assert not engine.executor.is_asynchronous
+    rehearse(engine)
+    assert engine.scheduler.pool._next_node == ROOT + 1, "made-up prompts were read"
+
+
+def test_one_that_fails_is_no_reason_not_to_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    serve = pytest.importorskip("dsde.cli.serve")
+
+    class Failing:
+        def load(self) -> Failing:
+            return self
+
+        def warm_up(self) -> None:
+            raise RuntimeError("no memory")
+
+    choice = Failing()
+    assert serve._load(choice, {}, True, serve.Console(stderr=True)) is choice
+    assert "no memory" in capsys.readouterr().err

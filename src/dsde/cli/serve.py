@@ -19,9 +19,7 @@ from dsde.server.settings import ServerSettings
 T = TypeVar("T")
 
 
-def run_serve(
-    choice: ModelChoice, settings: ServerSettings, limits: dict[str, int | None], warm_up: bool = True
-) -> None:
+def run_serve(choice: ModelChoice, settings: ServerSettings, limits: dict[str, int | None], warm_up: bool) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with bind(settings) as listener:
         llm = _elsewhere(lambda: _load(choice, limits, warm_up, console))

@@ -148,8 +148,8 @@ class Auto(Policy):
             self._current.batch, self._num_observed, self._num_rested = batch, 0, 0
             return self._current.plan
         num_left, self._num_left = self._num_left, 0
-        if num_left and not has_met and self._outlives(batch):
-            return self._rest_on(batch, num_left)
+        if num_left and not has_met and (plan := self._rest_on(batch, num_left)) is not None:
+            return plan
         # A look was taken into account when the one behind it was planned, whatever it had to read.
         is_expected = self._next is not None and self._next.is_probing
         if self._next is not None and ((has_missed and not is_expected) or not self._next.fits(batch)):
@@ -196,27 +196,21 @@ class Auto(Policy):
             return False
         return current.fits(batch)
 
-    def _outlives(self, batch: BatchView) -> bool:
-        """Whether these are what is left of a batch that rests."""
-        current = self._current
-        if current is None or current.is_probing or current.is_blind or batch.num_prompt_tokens:
-            return False
-        before = current.batch
-        if size_of_batch(before.num_sequences) != size_of_batch(batch.num_sequences):
-            return False  # what pays may be another matter
-        if before.num_decoding - before.slots.size != batch.num_decoding - batch.slots.size:
-            return False
-        stays = np.isin(before.slots, batch.slots)
-        return bool(np.array_equal(before.slots[stays], batch.slots)) and not current.plan.lengths.any()
-
-    def _rest_on(self, batch: BatchView, num_left: int) -> Plan:
-        """The same for those who are left: requests end in any step, and to think anew takes as long as one."""
+    def _rest_on(self, batch: BatchView, num_left: int) -> Plan | None:
+        """The same rest for those who are left of it: requests end in any step, and a device waits for every thought.
+        None: they are others, or so few that what pays is another matter."""
         assert self._current is not None
-        stays = np.isin(self._current.batch.slots, batch.slots)
+        before = self._current.batch
+        stays = np.isin(before.slots, batch.slots)
+        is_left = np.array_equal(before.slots[stays], batch.slots) and not batch.num_prompt_tokens
+        num_gone = before.slots.size - batch.slots.size
+        is_alike = size_of_batch(before.num_sequences) == size_of_batch(batch.num_sequences)
+        if not (is_left and is_alike and before.num_decoding - batch.num_decoding == num_gone):
+            return None
         plan = Plan.wanting(0, batch)
         plan.signals = {name: values[stays] for name, values in self._current.plan.signals.items()}
         plan.num_resting = num_left
-        share = batch.num_sequences / self._current.batch.num_sequences
+        share = batch.num_sequences / before.num_sequences
         self._current = replace(self._current, batch=batch, plan=plan, foregone_s=share * self._current.foregone_s)
         self._drop_next()
         self._num_observed = self._num_rested = 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsde.integrations.vllm import running
-from dsde.integrations.vllm.messages import CatchUp, Directive, attach
+from dsde.integrations.vllm.messages import CatchUp, Directive, attach, attached
 from dsde.integrations.vllm.settings import Settings
 
 
@@ -35,6 +35,10 @@ class Runner:
         )
         attach(output, Directive(1, {"r": longest}, longest, pieces, is_timed))
         return output
+
+    def begin(self, **given: Any) -> None:
+        output = self.output(**given)
+        self.dsde_adapter.begin(output, attached(output))
 
     def execute(self, output: Any) -> Any:
         return running.execute(Runner.note, self, output)
@@ -91,9 +95,9 @@ def test_a_step_without_a_directive_is_vllms_own() -> None:
 def test_drafts_that_nobody_will_verify_are_let_go() -> None:
     runner = Runner(["t0"], ["d0", "d1"])
     runner.dsde_adapter._drafts.logits.append(torch.zeros(1, 8))
-    runner.dsde_adapter.begin(runner.output(longest=2))
+    runner.begin(longest=2)
     assert runner.dsde_adapter._drafts.logits
-    runner.dsde_adapter.begin(runner.output())
+    runner.begin()
     assert not runner.dsde_adapter._drafts.logits
 
 
@@ -125,7 +129,7 @@ def test_an_error_leaves_everything_as_it_was() -> None:
 def test_a_step_that_nobody_times_is_not_reported() -> None:
     runner = Runner(["t0"])
     for is_timed in (True, False, True):
-        runner.dsde_adapter.begin(runner.output(is_timed=is_timed))
+        runner.begin(is_timed=is_timed)
         runner.dsde_adapter.mark()
         assert (runner.dsde_adapter.end() is not None) is is_timed
 

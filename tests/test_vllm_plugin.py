@@ -155,7 +155,7 @@ def test_a_batch_finds_the_smallest_graph() -> None:
         def __init__(self, num_reqs: int) -> None:
             self.num_reqs = num_reqs
 
-    known = LengthGraphs()
+    known = LengthGraphs("FULL")
     known.add(2, [Descriptor(8), Descriptor(1), Descriptor(4)])
     assert known.find() is None
     for num_reqs, expected in ((1, 1), (2, 4), (4, 4), (5, 8)):

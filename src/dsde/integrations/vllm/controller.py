@@ -134,7 +134,8 @@ class Controller:
     def decide(self, scheduler_output: Any, requests: Mapping[str, Any], num_waiting: int) -> Directive:
         """Lengths for the drafting at the end of the step that was just scheduled."""
         self._number += 1
-        self.forget(scheduler_output.finished_req_ids)
+        if scheduler_output.finished_req_ids:
+            self.forget(scheduler_output.finished_req_ids)
         rest = self._rest
         if rest is not None:
             if rest.covers(scheduler_output):
@@ -296,8 +297,8 @@ class Controller:
             self._rest = Rest(decision.batch, lengths, min(num_left, LONGEST_REST), is_one, num_untold=int(self._pairs))
 
     def _go_on(self, rest: Rest) -> Directive:
+        """What is done here and in `_note_rest` is all that such a step costs beside vLLM's own: it is little."""
         self._steps[self._number] = rest
-        self.meter.count_rest(len(rest.scheduled))
         return Directive(self._number, rest.lengths, is_timed=rest.take_step())
 
     def _end_rest(self, rest: Rest) -> None:
@@ -306,16 +307,14 @@ class Controller:
         if not rest.num_steps:
             return
         self._awaited = None
+        self.meter.count_rest(rest)
         for outcome in rest.outcomes():
             self.policy.observe(outcome)
         self.policy.settle()
 
     def _note_rest(self, rest: Rest, feedback: Feedback | None) -> None:
         """Another of its steps is over."""
-        now = self._clock()
-        if self._reported_at is not None:
-            self.meter["verify_s"] += now - self._reported_at
-        self._reported_at = now
+        self._reported_at = self._clock()
         if feedback is not None and feedback.step_s > 0:
             rest.seconds.append(feedback.step_s)
             self._gaps_s.append(max(feedback.step_s - feedback.verify_s, 0.0))

@@ -26,7 +26,9 @@ GRAPHS = "dsde_graphs"
 class LengthGraphs:
     """Which graphs there are, and which of them a batch fits into. Belongs to vLLM's dispatcher of graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+        """vLLM's name for graphs of whole passes"""
         self.batch: tuple[int, int] | None = None
         """tokens of each request and number of requests of the batch that is being dispatched; None: they differ"""
         self._found: dict[int, tuple[list[int], list[Any]]] = {}
@@ -65,7 +67,7 @@ def capture(
     if cudagraph_runtime_mode.name != "FULL" or not wanted or runner.lora_config or not runner.num_spec_tokens:
         return
     dispatcher, longest = runner.cudagraph_dispatcher, runner.uniform_decode_query_len
-    graphs = LengthGraphs()
+    graphs = LengthGraphs(cudagraph_runtime_mode)
     setattr(dispatcher, GRAPHS, graphs)
     max_num_tokens = dispatcher.compilation_config.max_cudagraph_capture_size
     num = 0
@@ -137,14 +139,12 @@ def determine_batch(original: Any, runner: Any, *args: Any, **kwargs: Any) -> An
 def dispatch(original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
     graphs = getattr(dispatcher, GRAPHS, None)
     descriptor = None if graphs is None else graphs.find()
-    if descriptor is None or kwargs.get("has_lora"):
+    if graphs is None or descriptor is None or kwargs.get("has_lora"):
         return original(dispatcher, *args, **kwargs)
-    from vllm.config import CUDAGraphMode
-
     valid, invalid = kwargs.get("valid_modes"), kwargs.get("invalid_modes")
-    if (valid and CUDAGraphMode.FULL not in valid) or (invalid and CUDAGraphMode.FULL in invalid):
+    if (valid and graphs.mode not in valid) or (invalid and graphs.mode in invalid):
         return original(dispatcher, *args, **kwargs)
-    return CUDAGraphMode.FULL, descriptor
+    return graphs.mode, descriptor
 
 
 def install() -> None:

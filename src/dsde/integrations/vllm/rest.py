@@ -63,8 +63,12 @@ class Rest:
         self.num_steps += 1
         return self.num_steps <= NUM_TIMED or self.num_steps % STEPS_PER_TIMED <= 1
 
-    def _step_s(self) -> float:
-        """What a step took. Of few the fastest: they are slow by accident, and because the policy thought of them."""
+    @property
+    def step_s(self) -> float:
+        """What a step took. Of few the fastest: they are slow by accident, and because the policy thought of them. 0:
+        too few of its steps are over."""
+        if len(self.seconds) < min(self.num_steps, LEAST_MEASURED):
+            return 0.0
         return min(self.seconds) if len(self.seconds) <= NUM_TIMED else statistics.median_low(self.seconds)
 
     def outcomes(self) -> list[Outcome]:
@@ -76,7 +80,7 @@ class Rest:
             accepted=nothing,
             klds=np.empty(0),
             temperatures=batch.temperatures,
-            verify_s=self._step_s() if len(self.seconds) >= min(num, LEAST_MEASURED) else 0.0,
+            verify_s=self.step_s,
             num_decoding=batch.slots.size,
             num_steps=num + self._num_untold if self._is_one else 1,
         )

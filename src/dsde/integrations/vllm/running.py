@@ -98,14 +98,18 @@ class RunnerAdapter:
 
         drafter.model.compute_logits = tapped
 
-    def begin(self, scheduler_output: Any) -> None:
-        directive = attached(scheduler_output)
+    def begin(self, scheduler_output: Any, directive: Directive) -> None:
         is_off = scheduler_output.num_spec_tokens_to_schedule == 0
         verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
         self.is_plain = self.omission.is_possible and is_off and not directive.catch_up and not verifies
         if self.is_plain:
             self._drafts = Drafts()  # whose requests have ended
         self._report = Report(self._clocks.begin(directive.step)) if directive.is_timed else None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody wants to know of the step under way."""
+        return self._report is not None
 
     def mark(self) -> None:
         if self._report is not None:
@@ -270,14 +274,14 @@ def adapter_of(runner: Any) -> RunnerAdapter | None:
 
 
 def execute(original: Any, runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-    adapter = adapter_of(runner)
+    adapter, directive = adapter_of(runner), attached(scheduler_output)
     if adapter is not None:
         adapter.is_plain = False  # the last step may have failed
-    if attached(scheduler_output) is not None and scheduler_output.total_num_scheduled_tokens:
+    if directive is not None and scheduler_output.total_num_scheduled_tokens:
         if adapter is None:
             adapter = RunnerAdapter(runner, _settings(runner))
             setattr(runner, ADAPTER, adapter)
-        adapter.begin(scheduler_output)
+        adapter.begin(scheduler_output, directive)
         if adapter.is_plain:
             return adapter.omission.call(original, scheduler_output, *args, **kwargs)
     return original(runner, scheduler_output, *args, **kwargs)
@@ -291,7 +295,7 @@ def _settings(runner: Any) -> Settings:
 
 def sample(original: Any, runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
     adapter = adapter_of(runner)
-    if adapter is None:
+    if adapter is None or not adapter.is_asked:
         return original(runner, logits, spec_decode_metadata)
     adapter.compare(logits, spec_decode_metadata)
     output = original(runner, logits, spec_decode_metadata)

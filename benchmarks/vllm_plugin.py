@@ -23,6 +23,7 @@ import json
 import os
 import queue
 import random
+import resource
 import signal
 import statistics
 import subprocess
@@ -153,8 +154,10 @@ class Engine:
         prompts = make_prompts(batch, number, self.job["prompts"], self.job["vocab_size"])
         params = self.vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         self.step_ends, self.begun, self.batch = [], None, batch
+        num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         self.llm.generate(prompts, params, use_tqdm=False)
         end = time.perf_counter()
+        num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - num_faults
         assert self.begun is not None, f"{tokens} tokens are too few: some requests ended before others began"
         begin, num_before = self.begun
         # With asynchronous scheduling one more step is under way, which must not disturb whose turn is next.
@@ -163,6 +166,8 @@ class Engine:
         ends = [begin, *self.step_ends]
         found = {"tokens": batch * tokens - num_before, "seconds": end - begin, "steps": len(self.step_ends)}
         gaps = [after - before for before, after in itertools.pairwise(ends)]
+        # More than a few in a step: Python's stack grows and shrinks in it, which src/dsde/core/call_room.py avoids.
+        found["page_faults_per_step"] = num_faults / max(len(gaps), 1)
         return found | {"median_step_s": statistics.median(gaps) if gaps else 0.0}
 
     def _find_begun(self) -> tuple[float, int] | None:

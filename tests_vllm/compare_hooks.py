@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from dsde.integrations.vllm import hooks, plugin
+from dsde.integrations.vllm import hooks, plugin, room
 from dsde.integrations.vllm.hooks import Hook
 
 CALLED = (
@@ -27,7 +27,7 @@ CALLED = (
         ("next_token_ids", "valid_sampled_tokens_count"),
     ),
 )
-EXPECTED = (plugin.MAKE_SCHEDULER, plugin.MAKE_WORKER, *hooks.NEEDED, *hooks.FOR_GRAPHS, *CALLED)
+EXPECTED = (plugin.MAKE_SCHEDULER, plugin.MAKE_WORKER, *hooks.NEEDED, *hooks.FOR_GRAPHS, *room.LOOPS, *CALLED)
 ATTRIBUTES = {
     "vllm.config.speculative": ("num_speculative_tokens_per_batch_size",),
     "vllm.config.vllm": ("use_v2_model_runner",),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from dsde.bench.results import Counts, Round
+from dsde.core.call_room import call_with_room
 from dsde.core.outputs import RequestOutput
 from dsde.core.params import SamplingParams
 from dsde.engine.llm import LLM
@@ -68,7 +69,7 @@ class PolicyContender:
         before = deepcopy(engine.metrics)
         drive: Drive[RequestOutput] = Drive(engine, tasks, places, arrivals, advance)
         try:
-            seconds = drive.run()
+            seconds = call_with_room(drive.run)
         finally:
             drive.abandon()
         outputs = [drive.outputs[i] for i in range(len(tasks))]

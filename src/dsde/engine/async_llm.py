@@ -27,6 +27,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dsde.core.call_room import call_with_room
 from dsde.core.errors import DsdeError, OutOfMemory
 from dsde.core.outputs import RequestOutput, StreamChunk
 from dsde.core.params import SamplingParams
@@ -92,7 +93,7 @@ class AsyncLLM:
         self._gate = threading.Lock()
         """held to ask for something and to stop: whoever asks is either seen by the thread or refused"""
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="dsde-engine", daemon=True)
+        self._thread = threading.Thread(target=call_with_room, args=(self._run,), name="dsde-engine", daemon=True)
         self._thread.start()
 
     @property

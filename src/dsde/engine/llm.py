@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dsde.core.call_room import call_with_room
 from dsde.core.errors import InvalidInput
 from dsde.core.outputs import RequestOutput, StreamChunk
 from dsde.core.params import DEFAULT_POLICY, SamplingParams
@@ -111,11 +112,8 @@ class LLM:
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids), batched; results in the order of the prompts."""
-        results: dict[str, RequestOutput] = {}
         with self._requests(prompts, sampling_params, trace) as ids:
-            for event in self._events(ids):
-                if isinstance(event, RequestOutput):
-                    results[event.request_id] = event
+            results = call_with_room(self._results, ids)
         return [results[request_id] for request_id in ids]
 
     def chat(
@@ -168,6 +166,9 @@ class LLM:
             for request_id in ids:
                 self.engine.abort(request_id)
                 del self._mail[request_id]
+
+    def _results(self, ids: list[str]) -> dict[str, RequestOutput]:
+        return {event.request_id: event for event in self._events(ids) if isinstance(event, RequestOutput)}
 
     def _events(self, ids: list[str]) -> Iterator[StreamChunk | RequestOutput]:
         """What these requests are told, until all have finished. What a step tells others is kept for them."""

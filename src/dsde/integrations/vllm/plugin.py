@@ -40,7 +40,7 @@ def make_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
     settings = asked_for(scheduler.vllm_config)
     if settings is None:
         return
-    from dsde.integrations.vllm import scheduling
+    from dsde.integrations.vllm import room, scheduling
 
     changes = hooks.find_changes(hooks.NEEDED)
     if changes:
@@ -49,6 +49,7 @@ def make_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
         return
     controller = scheduling.steer(scheduler, settings)
     scheduling.install()
+    room.install()
     logger.info("dsde: policy %s chooses up to %d tokens", settings.policy, controller.limits.max_length)
     if controller.limits.num_in_flight == 1 and scheduling.could_be_async(scheduler.vllm_config):
         logger.warning(
@@ -62,9 +63,10 @@ def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
     settings = asked_for(worker.vllm_config)
     if settings is None or hooks.find_changes(hooks.NEEDED):
         return
-    from dsde.integrations.vllm import graphs, running
+    from dsde.integrations.vllm import graphs, room, running
 
     running.install()
+    room.install()
     # Ranks of data parallel pad their batches to one another's, which a graph chosen here would not know.
     if settings.graphs and worker.vllm_config.parallel_config.data_parallel_size == 1:
         graphs.install()

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,15 @@ class Engine:
 
         self.llm.llm_engine.step = counted_step
 
-    def measure(self, variant: str, batch: int, tokens: int, number: int) -> Row:
-        """Round 0 is there to warm up and, for a policy, to learn."""
+    def measure(self, variant: str, batch: int, tokens: int, number: int, depth: int = 0) -> Row:
+        """Round 0 is there to warm up and, for a policy, to learn. From a call that is so much deeper than it must be:
+        programs differ in that, and for vLLM it is not the same."""
         meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}
         before = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
         from cores import keep_to_cores  # not at the top, where an engine's process does not see it yet
 
         cores = keep_to_cores() if self.has_gpu else []
-        found = self._generate(batch, tokens, number) | {"cores": cores}
+        found = call_deeper(depth, lambda: self._generate(batch, tokens, number)) | {"cores": cores}
         found |= {f"plugin_{name}": meter[name] - before[name] for name in before}
         if before:
             policy = self.controllers[variant.removeprefix("plugin:")].policy
@@ -176,6 +178,10 @@ class Engine:
 
     def _core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core
+
+
+def call_deeper(depth: int, function: Callable[[], Row]) -> Row:
+    return call_deeper(depth - 1, function) if depth else function()
 
 
 # This side
@@ -378,7 +384,8 @@ class Bench:
                     tokens = self.options.tokens.get(batch, 128)
                     if not number and not variant.startswith("plugin:"):
                         tokens = min(tokens, WARM_UP_TOKENS)
-                    remote.send({"variant": variant, "batch": batch, "tokens": tokens, "number": number})
+                    request = {"variant": variant, "batch": batch, "tokens": tokens, "number": number}
+                    remote.send(request | {"depth": self.options.depth})
                     answer = remote.receive()
                     if answer is not None and number:
                         self._add({"variant": variant, "batch": batch, "group": group}, answer)
@@ -589,6 +596,7 @@ def parse_options() -> argparse.Namespace:
         default=1,
         help="of every engine; rounds of all of them count, since processes that are alike differ as long as they live",
     )
+    parser.add_argument("--depth", type=int, default=0, help="calls between the program and vLLM, beside its own")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, float32: for a CPU")
     parser.add_argument("--no-graphs", action="store_true", help="without the plugin's own CUDA graphs")
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no round is started")

@@ -94,6 +94,8 @@ class Engine:
         """when all of them had their first token, and how many tokens there were by then"""
         self.step_ends: list[float] = []
         """of all steps since then"""
+        self.faults_before = 0
+        """page faults of this thread until then"""
         self.controllers: dict[str, Any] = {}
         if job["policy"]:
             from dsde.integrations.vllm.plugin import register
@@ -115,6 +117,7 @@ class Engine:
             outputs = step()
             if self.begun is None:
                 self.begun = self._find_begun()
+                self.faults_before = count_page_faults()
             else:
                 self.step_ends.append(time.perf_counter())
             return outputs
@@ -156,10 +159,8 @@ class Engine:
         prompts = make_prompts(batch, number, self.job["prompts"], self.job["vocab_size"])
         params = self.vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         self.step_ends, self.begun, self.batch = [], None, batch
-        num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         self.llm.generate(prompts, params, use_tqdm=False)
-        end = time.perf_counter()
-        num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - num_faults
+        end, num_faults = time.perf_counter(), count_page_faults() - self.faults_before
         assert self.begun is not None, f"{tokens} tokens are too few: some requests ended before others began"
         begin, num_before = self.begun
         # With asynchronous scheduling one more step is under way, which must not disturb whose turn is next.
@@ -178,6 +179,11 @@ class Engine:
 
     def _core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core
+
+
+def count_page_faults() -> int:
+    """Of this thread, where the system counts them by thread."""
+    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_minflt
 
 
 def call_deeper(depth: int, function: Callable[[], Row]) -> Row:

@@ -483,6 +483,42 @@ def test_steps_under_way_belong_to_their_rest() -> None:
     assert len(controller._steps) == 1
 
 
+@pytest.mark.parametrize("num_resting", [0, 2, 20])
+def test_what_steps_of_a_rest_took_is_counted_whenever_they_are_reported(num_resting: int) -> None:
+    """With asynchronous scheduling the last ones when their rest has ended, and of a short one that is half of it."""
+    policy = make_policy("goodput")
+
+    def plan(batch: BatchView) -> Plan:
+        plan = Plan.wanting(0, batch)
+        plan.num_resting = num_resting
+        return plan
+
+    policy.plan = plan  # type: ignore[method-assign]
+    controller = make(policy, num_in_flight=2)
+    request = Request("r0", list(range(8)), max_tokens=1000)
+    under_way = []
+    for number in range(100):
+        num = 1 if number else 8
+        request.num_computed_tokens += num
+        output = SimpleNamespace(
+            num_scheduled_tokens={"r0": num},
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=num,
+            scheduled_new_reqs=[],
+            finished_req_ids=set(),
+        )
+        under_way.append(controller.decide(output, {"r0": request}, 0))
+        if len(under_way) > 1:
+            controller._clock.now += 0.01  # type: ignore[attr-defined]
+            directive = under_way.pop(0)
+            controller.observe(directive.step, {}, Feedback(0.01, 0.0, 0.01) if directive.is_timed else None)
+            request.output.append(9)
+    controller.forget(["r0"])
+    # The first step verified nothing.
+    assert controller.meter["num_steps"] == 100
+    assert controller.meter["verify_s"] == pytest.approx(0.98)
+
+
 @pytest.mark.parametrize(("num_resting", "expected"), [(0, [3, 3, 0, 3, 0, 0]), (5, [3, 3, 0, 0, 0, 0])])
 def test_a_rest_that_is_announced_is_no_look_at_the_alternative(num_resting: int, expected: list[int]) -> None:
     """Who takes turns and has drafted goes on in the step after one without; but not if it says that it rests."""

@@ -15,7 +15,7 @@ import torch
 
 from dsde.core.errors import InvalidInput
 from dsde.core.params import DEFAULT_POLICY
-from dsde.integrations.vllm import graphs, hooks
+from dsde.integrations.vllm import graphs, hooks, room
 from dsde.integrations.vllm.exporter import Collector
 from dsde.integrations.vllm.graphs import LengthGraphs, plan_sizes
 from dsde.integrations.vllm.meter import Meter
@@ -313,3 +313,46 @@ def test_optional_hooks_are_wrapped_together_or_not_at_all(
     assert "dsde: no graphs: it is gone" in caplog.text
     hooks.wrap_if_known({hooks.CAPTURE: print}, lost="no graphs")
     assert wrapped == [hooks.CAPTURE.name]
+
+
+def test_loops_get_room_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine starts whatever vLLM's loops are called: one that is inherited, gone, or not imported yet."""
+
+    class Core:
+        def run_busy_loop(self) -> str:
+            return "ran"
+
+    class Inheriting(Core):
+        pass
+
+    for made in (Core, Inheriting):
+        made.__module__ = room.CORE
+    module = ModuleType(room.CORE)
+    module.EngineCoreProc = Core  # type: ignore[attr-defined]
+    module.DPEngineCoreProc = Inheriting  # type: ignore[attr-defined]
+    Core.__qualname__ = "EngineCoreProc"
+    monkeypatch.setitem(sys.modules, room.CORE, module)
+    monkeypatch.setitem(sys.modules, room.OFFLINE_LOOP.module, ModuleType("half imported"))
+    room._say.cache_clear()
+    for _ in range(2):
+        room.install()
+    assert Core.run_busy_loop.is_dsde  # type: ignore[attr-defined]
+    assert "run_busy_loop" not in vars(Inheriting)
+    assert Inheriting().run_busy_loop() == "ran"
+    assert [record.getMessage() for record in caplog.records] == [
+        "dsde: vllm.entrypoints.llm.LLM._run_engine is not there; steps may take longer than they have to"
+    ]
+
+
+def test_what_a_class_inherits_is_not_its_own_to_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parent:
+        def run(self) -> None:
+            """Of the parent."""
+
+    class Child(Parent):
+        pass
+
+    module = ModuleType("vllm_like")
+    module.Child = Child  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm_like", module)
+    assert hooks.find_changes([hooks.Hook("vllm_like", "Child", "run", ())]) == ["vllm_like.Child.run is not there"]

@@ -121,6 +121,8 @@ class Controller:
         self._steps: dict[int, Step | Rest] = {}
         self._latest: Decision | None = None
         self._rest: Rest | None = None
+        self._rested_s = 0.0
+        """that its steps took, and those of the one before, as far as nobody counted it yet"""
         self._number = 0
 
     @property
@@ -307,17 +309,27 @@ class Controller:
         if not rest.num_steps:
             return
         self._awaited = None
-        self.meter.count_rest(rest)
+        self.meter.count_rest(len(rest.scheduled), rest.num_steps)
+        self._count_rested()
         for outcome in rest.outcomes():
             self.policy.observe(outcome)
         self.policy.settle()
 
     def _note_rest(self, rest: Rest, feedback: Feedback | None) -> None:
         """Another of its steps is over."""
-        self._reported_at = self._clock()
+        now = self._clock()
+        if self._reported_at is not None:
+            self._rested_s += now - self._reported_at
+        self._reported_at = now
         if feedback is not None and feedback.step_s > 0:
             rest.seconds.append(feedback.step_s)
             self._gaps_s.append(max(feedback.step_s - feedback.verify_s, 0.0))
+
+    def _count_rested(self) -> None:
+        """What steps of rests took since this was last done: the newest are reported when their rest has ended."""
+        if self._rested_s:
+            self.meter["verify_s"] += self._rested_s
+            self._rested_s = 0.0
 
     # With every report
 
@@ -328,6 +340,7 @@ class Controller:
             self._note_rest(step, feedback)
         if not isinstance(step, Step):
             return
+        self._count_rested()
         feedback = feedback or Feedback()
         verify_s = self._share_time(step, feedback)
         verified = step.verified
@@ -416,6 +429,7 @@ class Controller:
             return
         if self._rest is not None:
             self._end_rest(self._rest)
+        self._count_rested()
         for name in request_ids:
             self.backlog.forget(name)
             self._settled.lengths.pop(name, None)

@@ -88,8 +88,8 @@ def find_changes(hooks: Iterable[Hook]) -> list[str]:
     changes = []
     for hook in hooks:
         try:
-            function = getattr(hook.holder(), hook.name)
-        except (ImportError, AttributeError):
+            function = vars(hook.holder())[hook.name]  # of the class itself: what it inherits is another's to wrap
+        except (ImportError, AttributeError, KeyError):
             changes.append(f"{hook.path} is not there")
             continue
         found = tuple(inspect.signature(function).parameters)[1:]

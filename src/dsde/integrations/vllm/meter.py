@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from dsde.integrations.vllm.rest import Rest
 from dsde.policies import Outcome, Plan
 
 MOST_LENGTHS = 65
@@ -62,12 +61,11 @@ class Meter:
             self["num_lowered"] += plan.num_lowered
             self["cap"] = np.nan if plan.cap is None else plan.cap
 
-    def count_rest(self, rest: Rest) -> None:
+    def count_rest(self, num_requests: int, num_steps: int) -> None:
         """Steps in which it was clear beforehand that nobody drafts, all at once: there are up to 64."""
-        self["num_steps"] += rest.num_steps
-        self["num_off_steps"] += rest.num_steps
-        self["verify_s"] += rest.num_steps * rest.step_s
-        self._numbers[len(FIELDS)] += rest.num_steps * len(rest.scheduled)
+        self["num_steps"] += num_steps
+        self["num_off_steps"] += num_steps
+        self._numbers[len(FIELDS)] += num_steps * num_requests
 
     def count_outcome(self, outcome: Outcome) -> None:
         self["num_draft_tokens"] += float(outcome.drafted.sum())

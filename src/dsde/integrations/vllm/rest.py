@@ -63,8 +63,7 @@ class Rest:
         self.num_steps += 1
         return self.num_steps <= NUM_TIMED or self.num_steps % STEPS_PER_TIMED <= 1
 
-    @property
-    def step_s(self) -> float:
+    def _step_s(self) -> float:
         """What a step took. Of few the fastest: they are slow by accident, and because the policy thought of them. 0:
         too few of its steps are over."""
         if len(self.seconds) < min(self.num_steps, LEAST_MEASURED):
@@ -80,7 +79,7 @@ class Rest:
             accepted=nothing,
             klds=np.empty(0),
             temperatures=batch.temperatures,
-            verify_s=self.step_s,
+            verify_s=self._step_s(),
             num_decoding=batch.slots.size,
             num_steps=num + self._num_untold if self._is_one else 1,
         )

@@ -6,11 +6,15 @@ edge falls into what is called for every request. Knows nothing of what the loop
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from typing import Any
 
 from dsde.core.call_room import call_with_room
 from dsde.integrations.vllm import hooks
+
+logger = logging.getLogger("vllm.dsde")
 
 CORE = "vllm.v1.engine.core"
 LOOPS = (
@@ -19,14 +23,14 @@ LOOPS = (
     hooks.Hook("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_busy_loop", ()),
 )
 """of an engine's own process, and of a worker's"""
+OFFLINE_LOOP = hooks.Hook("vllm.entrypoints.llm", "LLM", "_run_engine", ())
+"""of an engine in the process of whoever uses it"""
 
 
-def find_offline_loop() -> hooks.Hook | None:
-    """Of `vllm.LLM` whose engine lives in its own process; None: nobody uses that."""
-    offline = sys.modules.get("vllm.entrypoints.llm")
-    owners = offline.LLM.__mro__ if offline is not None else ()
-    owner = next((one for one in owners if "_run_engine" in one.__dict__), None)
-    return None if owner is None else hooks.Hook(owner.__module__, owner.__name__, "_run_engine", ())
+def find_owner(loop: hooks.Hook) -> type | None:
+    """The class that has it, which may be one that the named one inherits from; None: there is no such loop."""
+    named = getattr(sys.modules[loop.module], loop.owner, None)
+    return next((one for one in getattr(named, "__mro__", ()) if loop.name in vars(one)), None)
 
 
 def run(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,6 +38,17 @@ def run(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    offline = find_offline_loop()
-    loops = LOOPS if offline is None else (*LOOPS, offline)
-    hooks.wrap_if_known(dict.fromkeys(loops, run), lost="steps may take longer than they have to")
+    """Each by itself, where its module is loaded: a loop that nobody has imported does not run here."""
+    for loop in (*LOOPS, OFFLINE_LOOP):
+        if loop.module not in sys.modules:
+            continue
+        owner = find_owner(loop)
+        if owner is None:
+            _say(loop.path)
+        else:
+            hooks.wrap(hooks.Hook(owner.__module__, owner.__qualname__, loop.name, ()), run)
+
+
+@functools.cache
+def _say(path: str) -> None:
+    logger.warning("dsde: %s is not there; steps may take longer than they have to", path)

@@ -124,7 +124,7 @@ class Engine:
 
         self.llm.llm_engine.step = counted_step
 
-    def measure(self, variant: str, batch: int, tokens: int, number: int, depth: int = 0) -> Row:
+    def measure(self, variant: str, batch: int, tokens: int, number: int, depth: int) -> Row:
         """Round 0 is there to warm up and, for a policy, to learn. From a call that is so much deeper than it must be:
         programs differ in that, and for vLLM it is not the same."""
         meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}

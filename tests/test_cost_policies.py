@@ -416,13 +416,19 @@ def test_small_steps_of_a_large_batch_go_by_the_next_smaller_one() -> None:
     assert float(cost.verify_s(108)) == pytest.approx(7e-3, rel=0.02)
 
 
-def test_a_batch_whose_steps_all_read_prompts_goes_by_the_next_larger_one() -> None:
-    """It is there only while others come. What so few tokens take in more sequences they take at most in fewer."""
+def met_beside_prompts(num: int) -> CostModel:
+    """Of 100 sequences only what steps take that read prompts; of others, so many, what plain ones do: 10 ms."""
     cost = CostModel(num_tried=2, is_flat_below=True)
     for _ in range(4):
-        cost.observe(outcome_of(list(range(256)), [0] * 256, [0] * 256, 0.0, 10e-3))
+        cost.observe(outcome_of(list(range(num)), [0] * num, [0] * num, 0.0, 10e-3))
         cost.observe(outcome_of(list(range(100)), [0] * 100, [0] * 100, 0.0, 50e-3, num_prompt_tokens=8000))
     cost.turn_to(100)
+    return cost
+
+
+def test_a_batch_whose_steps_all_read_prompts_goes_by_the_next_larger_one() -> None:
+    """It is there only while others come. What so few tokens take in more sequences they take at most in fewer."""
+    cost = met_beside_prompts(256)
     assert float(cost.verify_s(100)) <= 10e-3
     assert float(cost.verify_s(8100)) == pytest.approx(50e-3, rel=0.05)
     cost.turn_to(20)  # new, and goes by that one
@@ -433,11 +439,7 @@ def test_a_batch_whose_steps_all_read_prompts_goes_by_the_next_larger_one() -> N
 
 
 def test_what_other_batches_tell_changes_with_the_machine() -> None:
-    cost = CostModel(num_tried=2, is_flat_below=True)
-    for _ in range(4):
-        cost.observe(outcome_of(list(range(60)), [0] * 60, [0] * 60, 0.0, 10e-3))
-        cost.observe(outcome_of(list(range(100)), [0] * 100, [0] * 100, 0.0, 50e-3, num_prompt_tokens=8000))
-    cost.turn_to(100)
+    cost = met_beside_prompts(60)
     assert float(cost.verify_s(100)) <= 11e-3
     cost._verifications.scale(3.0)
     assert float(cost.verify_s(100)) == pytest.approx(30e-3, rel=0.1)

@@ -136,8 +136,7 @@ class Controller:
     def decide(self, scheduler_output: Any, requests: Mapping[str, Any], num_waiting: int) -> Directive:
         """Lengths for the drafting at the end of the step that was just scheduled."""
         self._number += 1
-        if scheduler_output.finished_req_ids:
-            self.forget(scheduler_output.finished_req_ids)
+        self.forget(scheduler_output.finished_req_ids)
         rest = self._rest
         if rest is not None:
             if rest.covers(scheduler_output):
@@ -340,7 +339,6 @@ class Controller:
             self._note_rest(step, feedback)
         if not isinstance(step, Step):
             return
-        self._count_rested()
         feedback = feedback or Feedback()
         verify_s = self._share_time(step, feedback)
         verified = step.verified

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from typing import Any
 
 from dsde.core.call_room import call_with_room
 from dsde.integrations.vllm import hooks
@@ -33,10 +32,6 @@ def find_owner(loop: hooks.Hook) -> type | None:
     return next((one for one in getattr(named, "__mro__", ()) if loop.name in vars(one)), None)
 
 
-def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return call_with_room(original, *args, **kwargs)
-
-
 def install() -> None:
     """Each by itself, where its module is loaded: a loop that nobody has imported does not run here."""
     for loop in (*LOOPS, OFFLINE_LOOP):
@@ -46,7 +41,7 @@ def install() -> None:
         if owner is None:
             _say(loop.path)
         else:
-            hooks.wrap(hooks.Hook(owner.__module__, owner.__qualname__, loop.name, ()), run)
+            hooks.wrap(hooks.Hook(owner.__module__, owner.__qualname__, loop.name, ()), call_with_room)
 
 
 @functools.cache

@@ -106,11 +106,6 @@ class RunnerAdapter:
             self._drafts = Drafts()  # whose requests have ended
         self._report = Report(self._clocks.begin(directive.step)) if directive.is_timed else None
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether somebody wants to know of the step under way."""
-        return self._report is not None
-
     def mark(self) -> None:
         if self._report is not None:
             self._report.clock.mark()
@@ -295,7 +290,7 @@ def _settings(runner: Any) -> Settings:
 
 def sample(original: Any, runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
     adapter = adapter_of(runner)
-    if adapter is None or not adapter.is_asked:
+    if adapter is None:
         return original(runner, logits, spec_decode_metadata)
     adapter.compare(logits, spec_decode_metadata)
     output = original(runner, logits, spec_decode_metadata)

@@ -131,7 +131,7 @@ def test_a_step_that_nobody_times_is_not_reported() -> None:
     for is_timed in (True, False, True):
         runner.begin(is_timed=is_timed)
         runner.dsde_adapter.mark()
-        assert (runner.dsde_adapter.end() is not None) is is_timed
+        assert (runner.dsde_adapter.report is not None) is is_timed
 
 
 def test_no_drafts_are_as_many_rows_of_nothing() -> None:

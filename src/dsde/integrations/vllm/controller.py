@@ -121,8 +121,6 @@ class Controller:
         self._steps: dict[int, Step | Rest] = {}
         self._latest: Decision | None = None
         self._rest: Rest | None = None
-        self._rested_s = 0.0
-        """that its steps took, and those of the one before, as far as nobody counted it yet"""
         self._number = 0
 
     @property
@@ -136,7 +134,8 @@ class Controller:
     def decide(self, scheduler_output: Any, requests: Mapping[str, Any], num_waiting: int) -> Directive:
         """Lengths for the drafting at the end of the step that was just scheduled."""
         self._number += 1
-        self.forget(scheduler_output.finished_req_ids)
+        if scheduler_output.finished_req_ids:
+            self.forget(scheduler_output.finished_req_ids)
         rest = self._rest
         if rest is not None:
             if rest.covers(scheduler_output):
@@ -298,9 +297,13 @@ class Controller:
             self._rest = Rest(decision.batch, lengths, min(num_left, LONGEST_REST), is_one, num_untold=int(self._pairs))
 
     def _go_on(self, rest: Rest) -> Directive:
-        """What is done here and in `_note_rest` is all that such a step costs beside vLLM's own: it is little."""
+        """For most steps of a rest this is all that is done: not even their reports are heard of."""
+        if not rest.num_steps:
+            rest.begun_at = self._clock()
+        if not rest.take_step():
+            return rest.directive
         self._steps[self._number] = rest
-        return Directive(self._number, rest.lengths, is_timed=rest.take_step())
+        return Directive(self._number, rest.directive.lengths)
 
     def _end_rest(self, rest: Rest) -> None:
         """Tell the policy of all its steps. Some may still be under way, but nothing new will come of them."""
@@ -308,27 +311,19 @@ class Controller:
         if not rest.num_steps:
             return
         self._awaited = None
-        self.meter.count_rest(len(rest.scheduled), rest.num_steps)
-        self._count_rested()
+        self._reported_at = self._clock()  # or a little before
+        # Steps are scheduled as often as they end.
+        self.meter.count_rest(len(rest.scheduled), rest.num_steps, self._reported_at - rest.begun_at)
         for outcome in rest.outcomes():
             self.policy.observe(outcome)
         self.policy.settle()
 
     def _note_rest(self, rest: Rest, feedback: Feedback | None) -> None:
         """Another of its steps is over."""
-        now = self._clock()
-        if self._reported_at is not None:
-            self._rested_s += now - self._reported_at
-        self._reported_at = now
+        self._reported_at = self._clock()
         if feedback is not None and feedback.step_s > 0:
             rest.seconds.append(feedback.step_s)
             self._gaps_s.append(max(feedback.step_s - feedback.verify_s, 0.0))
-
-    def _count_rested(self) -> None:
-        """What steps of rests took since this was last done: the newest are reported when their rest has ended."""
-        if self._rested_s:
-            self.meter["verify_s"] += self._rested_s
-            self._rested_s = 0.0
 
     # With every report
 
@@ -427,7 +422,6 @@ class Controller:
             return
         if self._rest is not None:
             self._end_rest(self._rest)
-        self._count_rested()
         for name in request_ids:
             self.backlog.forget(name)
             self._settled.lengths.pop(name, None)

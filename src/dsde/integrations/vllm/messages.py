@@ -26,6 +26,7 @@ class Directive:
     """From the scheduler, with every step: what the drafting at its end shall be like."""
 
     step: int
+    """number of the step, by which its report is known; 0: nobody asks for one"""
     lengths: dict[str, int] = field(default_factory=dict)
     """by request, for those that decode in the next step"""
     longest: int = 0

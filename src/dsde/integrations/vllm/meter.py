@@ -61,10 +61,11 @@ class Meter:
             self["num_lowered"] += plan.num_lowered
             self["cap"] = np.nan if plan.cap is None else plan.cap
 
-    def count_rest(self, num_requests: int, num_steps: int) -> None:
+    def count_rest(self, num_requests: int, num_steps: int, seconds: float) -> None:
         """Steps in which it was clear beforehand that nobody drafts, all at once: there are up to 64."""
         self["num_steps"] += num_steps
         self["num_off_steps"] += num_steps
+        self["verify_s"] += seconds
         self._numbers[len(FIELDS)] += num_steps * num_requests
 
     def count_outcome(self, outcome: Outcome) -> None:

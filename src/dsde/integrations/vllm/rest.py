@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from dsde.integrations.vllm.messages import Directive
 from dsde.policies import BatchView, Outcome
 
 LONGEST_REST = 64
 """steps after which the policy is asked again, even if it wants nothing"""
 NUM_TIMED = 4
 """first steps of a rest that are measured on the device; it may end soon"""
-STEPS_PER_TIMED = 8
+STEPS_PER_TIMED = 16
 """of those after them, of which one is: together with the one before, whose end is its beginning"""
 LEAST_MEASURED = 2
 """steps of a longer rest that tell what one takes: some may still be under way when it ends"""
@@ -36,12 +37,14 @@ class Rest:
         self, batch: BatchView, lengths: dict[str, int], num_left: int, is_one: bool, num_untold: int = 0
     ) -> None:
         """With `is_one` all steps are told in one outcome, `num_untold` further ones with them."""
-        self.lengths = lengths
-        """of the decision: 0 for everybody"""
+        self.directive = Directive(0, lengths, is_timed=False)
+        """of every step that is not measured: 0 for everybody, as decided"""
         self.scheduled = dict.fromkeys(lengths, 1)
         """tokens of each request in any of these steps"""
         self.num_steps = 0
         """that were scheduled"""
+        self.begun_at = 0.0
+        """when the first of them was"""
         self.seconds: deque[float] = deque(maxlen=NUM_HELD)
         """that those took that were measured"""
         self._batch = batch

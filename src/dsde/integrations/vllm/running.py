@@ -75,7 +75,8 @@ class RunnerAdapter:
         self._clocks = Clocks(runner.device.type == "cuda")
         self._drafts = Drafts()
         self._no_tokens: torch.Tensor | None = None
-        self._report: Report | None = None
+        self.report: Report | None = None
+        """of the step under way; None: nobody wants one"""
         self._logits: torch.Tensor | None = None
         """of the draft pass just made"""
         # Where another adapter was here before, this one takes its place, whether or not it wants anything.
@@ -102,18 +103,13 @@ class RunnerAdapter:
         is_off = scheduler_output.num_spec_tokens_to_schedule == 0
         verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
         self.is_plain = self.omission.is_possible and is_off and not directive.catch_up and not verifies
-        if self.is_plain:
+        self.report = Report(self._clocks.begin(directive.step)) if directive.is_timed else None
+        if self.is_plain and directive.is_timed:  # as the first of a rest is
             self._drafts = Drafts()  # whose requests have ended
-        self._report = Report(self._clocks.begin(directive.step)) if directive.is_timed else None
 
     def mark(self) -> None:
-        if self._report is not None:
-            self._report.clock.mark()
-
-    def end(self) -> Report | None:
-        report, self._report = self._report, None
-        self.is_plain = False
-        return report
+        if self.report is not None:
+            self.report.clock.mark()
 
     # Drafting
 
@@ -208,7 +204,7 @@ class RunnerAdapter:
 
     def compare(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> None:
         """Put beside each verified position what the draft thought there, and how far the target is from it."""
-        report, drafts = self._report, self._drafts
+        report, drafts = self.report, self._drafts
         if report is None or logits is None or spec_decode_metadata is None:
             return
         if not (self.wants_klds or self.wants_looks):
@@ -290,7 +286,7 @@ def _settings(runner: Any) -> Settings:
 
 def sample(original: Any, runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
     adapter = adapter_of(runner)
-    if adapter is None:
+    if adapter is None or adapter.report is None:
         return original(runner, logits, spec_decode_metadata)
     adapter.compare(logits, spec_decode_metadata)
     output = original(runner, logits, spec_decode_metadata)
@@ -319,8 +315,10 @@ def sample_tokens(original: Any, runner: Any, grammar_output: Any) -> Any:
         output = adapter.omission.call(original, grammar_output)
     else:
         output = original(runner, grammar_output)
-    report = None if adapter is None else adapter.end()
-    if report is not None and output is not None:
+    if adapter is None or adapter.report is None:
+        return output
+    report, adapter.report = adapter.report, None
+    if output is not None:
         if hasattr(output, "get_output"):
             output.dsde_report = report
         else:

@@ -117,14 +117,14 @@ def update_drafts(original: Any, scheduler: Any, draft_token_ids: Any) -> None:
 
 def update_from_output(original: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     controller, directive = getattr(scheduler, CONTROLLER, None), attached(scheduler_output)
-    if controller is not None and directive is not None:
+    if controller is not None and directive is not None and directive.is_timed:
         sampled = {}
         if scheduler_output.scheduled_spec_decode_tokens:  # or else everybody got one
             counts = map(len, model_runner_output.sampled_token_ids)
             sampled = dict(zip(model_runner_output.req_ids, counts, strict=False))
         controller.observe(directive.step, sampled, attached(model_runner_output))
     outputs = original(scheduler, scheduler_output, model_runner_output)
-    if controller is not None:
+    if controller is not None and scheduler.finished_req_ids:
         controller.forget(scheduler.finished_req_ids)
     return outputs
 

@@ -18,7 +18,7 @@ from dsde.policies import BatchView, Off, Outcome, Plan, Policy, Static, make_po
 from dsde.policies.base import IntArray
 from dsde.policies.budgetcap import BudgetCap
 from dsde.policies.cost import CostModel, StepCost
-from dsde.policies.curve import WOBBLE
+from dsde.policies.curve import BUCKETS_PER_OCTAVE, LONGEST_PAUSE, WOBBLE, Curve
 from dsde.policies.gate import OnOffGate
 from dsde.policies.goodput import Goodput
 from dsde.policies.lifespan import Lifespan
@@ -163,16 +163,45 @@ def test_drafts_of_one_length_cost_what_they_do() -> None:
     st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 10), st.integers(0, 8)), max_size=60),
     st.lists(st.integers(1, 300_000), min_size=2, max_size=20),
 )
-def test_more_tokens_never_cost_less(steps: list[tuple[int, float, int]], sizes: list[int]) -> None:
+def test_costs_are_finite_whatever_was_measured(steps: list[tuple[int, float, int]], sizes: list[int]) -> None:
     cost = CostModel()
     for prompt, seconds, drafted in steps:
         cost.observe(outcome_of([0], [drafted], [0], seconds, seconds, num_prompt_tokens=prompt))
-    sizes = sorted(sizes)
     for seconds_at in (cost.verify_s, cost.draft_s, cost.catch_up_s):
         values = seconds_at(np.array(sizes))
         assert np.isfinite(values).all()
         assert (values >= 0).all()
-        assert (np.diff(values) >= -1e-12).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 48), st.floats(0, 10), st.booleans()), max_size=30, unique_by=lambda step: step[0]
+    ),
+    st.lists(st.integers(1, 300_000), min_size=2, max_size=20),
+)
+def test_more_tokens_never_cost_less_by_accident(steps: list[tuple[int, float, bool]], sizes: list[int]) -> None:
+    """However few measurements contradict that, each of a size once or twice."""
+    curve = Curve(0.01)
+    for place, seconds, is_twice in steps:
+        curve.observe(2 ** (place / BUCKETS_PER_OCTAVE), seconds, 1 + is_twice)
+    assert (np.diff(curve.seconds(np.array(sorted(sizes)))) >= -1e-12).all()
+
+
+def test_more_tokens_cost_less_where_that_was_seen_again_and_again() -> None:
+    """Where the device waits for the host, the verification behind a short draft takes longer than behind a long one:
+    numbers as seen with a small pair in vLLM, where drafts of 2 and 3 tokens were believed to cost what those of 6 do,
+    and were made at a loss."""
+    curve = Curve(0.01, is_flat_below=True)
+    for size, milliseconds in ((48, 2.1), (8, 2.1), (24, 4.0), (32, 3.3)):
+        for _ in range(2 if size == 48 else 24):
+            curve.observe(size, milliseconds / 1e3)
+    assert curve.seconds([8, 24, 32, 48]).tolist() == pytest.approx([2.1e-3, 4e-3, 3.3e-3, 2.1e-3], rel=0.05)
+    assert 2.1e-3 < float(curve.seconds(16)) < 4e-3
+    # What was measured long ago is lowered as before.
+    curve.pass_time(LONGEST_PAUSE)
+    curve.observe(48, 2.1e-3, 2)
+    assert curve.seconds([24, 32]).tolist() == pytest.approx([2.1e-3, 2.1e-3], rel=0.05)
 
 
 @pytest.mark.parametrize("knee", [1.0, 40.0, 256.0, 700.0])

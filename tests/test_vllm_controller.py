@@ -401,6 +401,7 @@ def test_a_rest_is_not_asked_about_and_told_as_a_whole() -> None:
     assert not policy.outcomes, "the first step verifies nothing, and of the others nothing is told yet"
     assert all(directive.lengths == {"r0": 0, "r1": 0, "r2": 0} for directive in directives)
     assert [place for place, directive in enumerate(directives) if directive.is_timed] == [0, 1, 2, 3, 4, 16, 17]
+    assert len({id(directive) for directive in directives if not directive.is_timed}) == 1, "nothing is made for them"
     # Now the policy is asked, and before that it is told.
     directive = scheduler.step()
     assert policy.events == ["plan", *["observe"] * 20, "plan", "observe"]

@@ -11,7 +11,7 @@ from bisect import bisect_right
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dsde.policies.base import FloatArray
+from dsde.policies.base import FloatArray, IntArray
 
 BUCKETS_PER_OCTAVE = 4
 """sizes 1 to 9 have a bucket each; above, a bucket spans 19 %"""
@@ -43,7 +43,8 @@ class Curve:
     above them a straight line through the largest and one at most half as large, or the prior shape where there is
     none; below them in proportion to the size, or as another curve says. So one size alone fixes the level.
     Nothing costs more than anything larger: of two buckets that contradict this the smaller size is lowered, because a
-    step is slow by accident but hardly ever fast.
+    step is slow by accident but hardly ever fast. Not so one that was measured more than twice, and not long ago: where
+    the device waits for the host, a verification behind a short draft does take longer than one behind a long draft.
     """
 
     def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:
@@ -182,12 +183,16 @@ class Curve:
         if not known.any():
             known = self._num_seen > 0
         places = np.flatnonzero(known)
-        ratios = np.interp(np.arange(NUM_BUCKETS), places, self._ratios[places])
+        ratios = np.interp(np.arange(NUM_BUCKETS), places, self._lowered(places))
         table = self.prior_s * ratios * _FLAT_THEN_LINEAR
         first, last = int(places[0]), int(places[-1])
         self._largest = float(_CENTERS[last])
         between = slice(first, last + 1)
-        table[between] = np.minimum(table[between], np.interp(_CENTERS[between], _CENTERS[places], table[places]))
+        heights = table[places]
+        line = np.interp(_CENTERS[between], _CENTERS[places], heights)
+        right = np.searchsorted(places, np.arange(first, last + 1))
+        least = np.minimum(heights[np.maximum(right - 1, 0)], heights[right])
+        table[between] = np.clip(table[between], least, line)
         table[:first] = table[first] * (1.0 if self.is_flat_below else _CENTERS[:first] / _CENTERS[first])
         far = places[places <= last - BUCKETS_PER_OCTAVE]
         if far.size:
@@ -196,11 +201,23 @@ class Curve:
         self._own = table.copy()
         for other in self._others if self.is_flat_below else ():
             table[:first] = np.minimum(table[:first], other._own[:first])
-        self._table = np.minimum.accumulate(table[::-1])[::-1]
-        self._heights = self._table.tolist()
+        table[: first + 1] = np.minimum.accumulate(table[first::-1])[::-1]
+        self._table, self._heights = table, table.tolist()
         self._used[:] = self._ratios
         self._rebuild_at = self._now + NUM_HELD
         self._is_stale = False
+
+    def _lowered(self, places: IntArray) -> FloatArray:
+        """[places] ratios, where a larger size seems to be cheaper those of that."""
+        is_sure = (self._num_seen[places] > NUM_TRUSTED) & (self._now - self._seen_at[places] <= LONGEST_PAUSE)
+        shape = _FLAT_THEN_LINEAR[places]
+        seconds = (self._ratios[places] * shape).tolist()
+        least = math.inf
+        for place in range(places.size - 1, -1, -1):
+            if not is_sure[place]:
+                seconds[place] = min(seconds[place], least)
+            least = min(seconds[place], least)
+        return np.array(seconds) / shape
 
     def scale(self, factor: float) -> None:
         """Everything takes so many times as long as it did."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsde.integrations.vllm import running
+from dsde.integrations.vllm import running, scheduling
 from dsde.integrations.vllm.messages import CatchUp, Directive, attach, attached
 from dsde.integrations.vllm.settings import Settings
 
@@ -130,8 +130,21 @@ def test_a_step_that_nobody_times_is_not_reported() -> None:
     runner = Runner(["t0"])
     for is_timed in (True, False, True):
         runner.begin(is_timed=is_timed)
-        runner.dsde_adapter.mark()
-        assert (runner.dsde_adapter.report is not None) is is_timed
+        found = running.sample_tokens(lambda *_: SimpleNamespace(), runner, None)
+        assert (attached(found) is not None) is is_timed
+    # Nor is one that nobody began, behind one that was.
+    assert attached(running.sample_tokens(lambda *_: SimpleNamespace(), runner, None)) is None
+
+
+def test_the_report_of_a_step_that_nobody_times_is_not_heard_of() -> None:
+    heard: list[int] = []
+    controller = SimpleNamespace(observe=lambda step, *_: heard.append(step), forget=lambda _: None)
+    scheduler = SimpleNamespace(dsde_controller=controller, finished_req_ids=set())
+    for step, is_timed in ((1, True), (0, False), (3, True)):
+        output = SimpleNamespace(scheduled_spec_decode_tokens={})
+        attach(output, Directive(step, is_timed=is_timed))
+        assert scheduling.update_from_output(lambda *_: "outputs", scheduler, output, SimpleNamespace()) == "outputs"
+    assert heard == [1, 3]
 
 
 def test_no_drafts_are_as_many_rows_of_nothing() -> None:

@@ -43,14 +43,19 @@ class Curve:
     above them a straight line through the largest and one at most half as large, or the prior shape where there is
     none; below them in proportion to the size, or as another curve says. So one size alone fixes the level.
     Nothing costs more than anything larger: of two buckets that contradict this the smaller size is lowered, because a
-    step is slow by accident but hardly ever fast. Not so one that was measured more than twice, and not long ago: where
-    the device waits for the host, a verification behind a short draft does take longer than one behind a long draft.
+    step is slow by accident but hardly ever fast.
     """
 
-    def __init__(self, prior_s: float, is_flat_below: bool = False) -> None:
-        """With `is_flat_below`, sizes below the smallest measured cost as much as that."""
+    def __init__(self, prior_s: float, is_flat_below: bool = False, may_fall: bool = False) -> None:
+        """With `is_flat_below`, sizes below the smallest measured cost as much as that.
+
+        With `may_fall` a size stands as it is, whatever larger ones cost, if it was measured more than twice and not
+        long ago, and is at least twice the smallest: where the device waits for the host, a verification behind a short
+        draft does take longer than one behind a long draft, and only a step without drafts takes less than both.
+        """
         self.prior_s = prior_s
         self.is_flat_below = is_flat_below
+        self.may_fall = may_fall
         self._held = np.zeros((NUM_BUCKETS, NUM_HELD))
         self._num_seen = np.zeros(NUM_BUCKETS, np.int64)
         self._seen_at = np.zeros(NUM_BUCKETS, np.int64)
@@ -210,6 +215,7 @@ class Curve:
     def _lowered(self, places: IntArray) -> FloatArray:
         """[places] ratios, where a larger size seems to be cheaper those of that."""
         is_sure = (self._num_seen[places] > NUM_TRUSTED) & (self._now - self._seen_at[places] <= LONGEST_PAUSE)
+        is_sure &= self.may_fall & (places >= places[0] + BUCKETS_PER_OCTAVE)
         shape = _FLAT_THEN_LINEAR[places]
         seconds = (self._ratios[places] * shape).tolist()
         least = math.inf

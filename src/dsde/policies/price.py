@@ -49,7 +49,7 @@ def find_prices(
         above_s = max((float(cost.verify_s(num_tokens + half)) - here_s) / half, below_s)
     token_s = (below_s + above_s) / 2
     if not longest:
-        return Prices(max(token_s, 0.0), max(token_s, 0.0), each_s, pass_s)
+        return Prices(token_s, token_s, each_s, pass_s)
     # What may be paid for a token of the last pass, and of another one, before nobody makes it; and for anybody's last
     # token, and the one behind it, in passes that are made anyway. Halfway between, neither is in doubt.
     drafts, goes_on = lengths > 0, lengths < rooms

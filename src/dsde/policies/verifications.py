@@ -42,7 +42,7 @@ class Verifications:
         self._left_at[self._size] = now
         curve = self._curves.get(size)
         if curve is None:
-            curve = self._curves[size] = Curve(self._prior_s, self._is_flat_below)
+            curve = self._curves[size] = Curve(self._prior_s, self._is_flat_below, may_fall=True)
         else:
             curve.pass_time(now - self._left_at.get(size, now))
         trusted = [other for other, one in self._curves.items() if one.is_trusted and other != size]
@@ -67,7 +67,7 @@ class Verifications:
         for name, held in saved.items():
             if not 0 <= int(name) <= LARGEST_SIZE:
                 raise ValueError(name)
-            curve = self._curves[int(name)] = Curve(self._prior_s, self._is_flat_below)
+            curve = self._curves[int(name)] = Curve(self._prior_s, self._is_flat_below, may_fall=True)
             curve.restore(held)
         self._size = -1
         self.turn_to(1)

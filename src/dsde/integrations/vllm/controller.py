@@ -134,8 +134,7 @@ class Controller:
     def decide(self, scheduler_output: Any, requests: Mapping[str, Any], num_waiting: int) -> Directive:
         """Lengths for the drafting at the end of the step that was just scheduled."""
         self._number += 1
-        if scheduler_output.finished_req_ids:
-            self.forget(scheduler_output.finished_req_ids)
+        self.forget(scheduler_output.finished_req_ids)
         rest = self._rest
         if rest is not None:
             if rest.covers(scheduler_output):
@@ -311,7 +310,7 @@ class Controller:
         if not rest.num_steps:
             return
         self._awaited = None
-        self._reported_at = self._clock()  # or a little before
+        self._reported_at = self._clock()  # most of its reports were not heard of
         # Steps are scheduled as often as they end.
         self.meter.count_rest(len(rest.scheduled), rest.num_steps, self._reported_at - rest.begun_at)
         for outcome in rest.outcomes():

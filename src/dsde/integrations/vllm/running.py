@@ -267,7 +267,7 @@ def adapter_of(runner: Any) -> RunnerAdapter | None:
 def execute(original: Any, runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
     adapter, directive = adapter_of(runner), attached(scheduler_output)
     if adapter is not None:
-        adapter.is_plain = False  # the last step may have failed
+        adapter.is_plain = False  # as the last step may have been
     if directive is not None and scheduler_output.total_num_scheduled_tokens:
         if adapter is None:
             adapter = RunnerAdapter(runner, _settings(runner))

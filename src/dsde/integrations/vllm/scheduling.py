@@ -124,7 +124,7 @@ def update_from_output(original: Any, scheduler: Any, scheduler_output: Any, mod
             sampled = dict(zip(model_runner_output.req_ids, counts, strict=False))
         controller.observe(directive.step, sampled, attached(model_runner_output))
     outputs = original(scheduler, scheduler_output, model_runner_output)
-    if controller is not None and scheduler.finished_req_ids:
+    if controller is not None:
         controller.forget(scheduler.finished_req_ids)
     return outputs
 

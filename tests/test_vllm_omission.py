@@ -33,7 +33,7 @@ class Runner:
             scheduled_spec_decode_tokens=drafts or {},
             total_num_scheduled_tokens=1,
         )
-        attach(output, Directive(1, {"r": longest}, longest, pieces, is_timed))
+        attach(output, Directive(int(is_timed), {"r": longest}, longest, pieces))
         return output
 
     def begin(self, **given: Any) -> None:
@@ -140,9 +140,9 @@ def test_the_report_of_a_step_that_nobody_times_is_not_heard_of() -> None:
     heard: list[int] = []
     controller = SimpleNamespace(observe=lambda step, *_: heard.append(step), forget=lambda _: None)
     scheduler = SimpleNamespace(dsde_controller=controller, finished_req_ids=set())
-    for step, is_timed in ((1, True), (0, False), (3, True)):
+    for step in (1, 0, 3):
         output = SimpleNamespace(scheduled_spec_decode_tokens={})
-        attach(output, Directive(step, is_timed=is_timed))
+        attach(output, Directive(step))
         assert scheduling.update_from_output(lambda *_: "outputs", scheduler, output, SimpleNamespace()) == "outputs"
     assert heard == [1, 3]
 

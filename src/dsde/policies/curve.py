@@ -216,14 +216,9 @@ class Curve:
         """[places] ratios, where a larger size seems to be cheaper those of that."""
         is_sure = (self._num_seen[places] > NUM_TRUSTED) & (self._now - self._seen_at[places] <= LONGEST_PAUSE)
         is_sure &= self.may_fall & (places >= places[0] + BUCKETS_PER_OCTAVE)
-        shape = _FLAT_THEN_LINEAR[places]
-        seconds = (self._ratios[places] * shape).tolist()
-        least = math.inf
-        for place in range(places.size - 1, -1, -1):
-            if not is_sure[place]:
-                seconds[place] = min(seconds[place], least)
-            least = min(seconds[place], least)
-        return np.array(seconds) / shape
+        seconds = self._ratios[places] * _FLAT_THEN_LINEAR[places]
+        lowered = np.where(is_sure, seconds, np.minimum.accumulate(seconds[::-1])[::-1])
+        return np.asarray(lowered / _FLAT_THEN_LINEAR[places])
 
     def scale(self, factor: float) -> None:
         """Everything takes so many times as long as it did."""

@@ -32,8 +32,11 @@ class Directive:
     longest: int = 0
     """of them"""
     catch_up: list[CatchUp] = field(default_factory=list)
-    is_timed: bool = True
-    """whether somebody wants to know what its parts took"""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether somebody wants to know what its parts took."""
+        return self.step > 0
 
     @property
     def num_catch_up_tokens(self) -> int:

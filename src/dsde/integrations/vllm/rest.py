@@ -37,7 +37,7 @@ class Rest:
         self, batch: BatchView, lengths: dict[str, int], num_left: int, is_one: bool, num_untold: int = 0
     ) -> None:
         """With `is_one` all steps are told in one outcome, `num_untold` further ones with them."""
-        self.directive = Directive(0, lengths, is_timed=False)
+        self.directive = Directive(0, lengths)
         """of every step that is not measured: 0 for everybody, as decided"""
         self.scheduled = dict.fromkeys(lengths, 1)
         """tokens of each request in any of these steps"""

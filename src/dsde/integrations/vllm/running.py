@@ -72,11 +72,11 @@ class RunnerAdapter:
         self.omission = Omission(runner)
         self.is_plain = False
         """whether the step under way has nothing to do with drafts"""
+        self.report: Report | None = None
+        """of that step; None: nobody wants one"""
         self._clocks = Clocks(runner.device.type == "cuda")
         self._drafts = Drafts()
         self._no_tokens: torch.Tensor | None = None
-        self.report: Report | None = None
-        """of the step under way; None: nobody wants one"""
         self._logits: torch.Tensor | None = None
         """of the draft pass just made"""
         # Where another adapter was here before, this one takes its place, whether or not it wants anything.

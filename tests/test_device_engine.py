@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,11 @@ from dsde.drafting import device as drafting_device
 from dsde.drafting import draft_store
 from dsde.drafting import kernels as drafting_kernels
 from dsde.drafting import ruling as drafting_ruling
+from dsde.drafting.draft_store import DeviceProposals, IntArray
 from dsde.drafting.foresight import Foresight
 from dsde.drafting.referee import Referee
 from dsde.drafting.ruling import ruling_sizes
-from dsde.engine.device_executor import DeviceExecutor
+from dsde.engine.device_executor import DeviceExecutor, _Verification
 from dsde.engine.engine import Engine
 from dsde.engine.executor import HostExecutor
 from dsde.models import passes
@@ -766,11 +768,17 @@ def test_only_what_is_all_but_sure_is_not_waited_for() -> None:
     assert new.is_sure_of_end(0, 0)
     new.learn(1, False)
     assert not new.is_sure(1)
-    assert not new.may_end(1)
-    assert new.may_end(2)
+    assert not new.is_worth_preparing(1)
+    assert new.is_worth_preparing(2)
+    for _ in range(32):  # however rarely drafts end, if there is time for it
+        new.learn_time(was_in_time=True)
+    assert new.is_worth_preparing(1)
+    for _ in range(4):
+        new.learn_time(was_in_time=False)
+    assert not new.is_worth_preparing(1)
     for _ in range(16):
         new.learn(1, False)
-    assert new.may_end(1)
+    assert new.is_worth_preparing(1)
     rng = random.Random(0)
     share = {}
     for chance in (0.01, 0.1):
@@ -875,24 +883,47 @@ def test_what_was_foreseen_is_used(way: Way, rule: Callable[[int], Stop]) -> Non
     executor = engine.executor
     assert isinstance(executor, DeviceExecutor)
     way.monkeypatch.setattr(Referee, "has_decided", lambda *_: False)
-    is_for, found = executor._is_for, []
-    arguments: list[Any] = []
+    begin, begun = _Verification.begin, []
 
-    def note(*args: Any) -> bool:
-        arguments[:] = args
-        found.append(is_for(*args))
-        return found[-1]
+    def note(self: _Verification, lengths: Any) -> None:
+        begin(self, lengths)
+        begun.append(self)
 
-    way.monkeypatch.setattr(executor, "_is_for", note)
+    way.monkeypatch.setattr(_Verification, "begin", note)
     work = [([3, 1, 4], SamplingParams(temperature=0, max_tokens=40))]
     check_same(way.alone(work), answers_together(engine, work, seed=0))
-    assert len(found) >= engine.metrics.num_steps - 3
-    assert sum(found) > 0.7 * len(found)
+    # As soon as the draft was over, before anything else was done with it.
+    was_foreseen = [one._prepared is not None and one._prepared.read is not None for one in begun]
+    assert len(begun) >= engine.metrics.num_steps - 3
+    assert sum(was_foreseen) > 0.7 * len(begun)
     # What was prepared before the drafts moved would look for them where they were.
-    arguments[1].lengths = arguments[0].lengths
-    assert is_for(*arguments)
+    last, prepared = begun[-1], begun[-1]._prepared
+    assert last._is_for(prepared, prepared.lengths)
     executor.drafts.make_room(1)
-    assert not is_for(*arguments)
+    assert not last._is_for(prepared, prepared.lengths)
+
+
+@pytest.mark.parametrize("num_moves", [0, 1])
+def test_what_was_foreseen_is_not_used_for_something_else(num_moves: int) -> None:
+    """Neither for drafts of other lengths nor for those that have moved."""
+    prepared: list[IntArray] = []
+
+    def prepare(proposals: DeviceProposals) -> Any:
+        prepared.append(proposals.lengths)
+        return SimpleNamespace(lengths=proposals.lengths, num_moves=0)
+
+    started: list[Any] = []
+    one, other = (DeviceProposals(np.array([length]), np.zeros((1, length), np.int64)) for length in (1, 2))
+    verification = _Verification(prepare, started.append, SimpleNamespace(num_moves=num_moves), True)  # type: ignore[arg-type]
+    verification.prepare(one)
+    verification.begin(other.lengths)
+    assert not started
+    verification.begin(one.lengths)
+    assert len(started) == 1 - num_moves
+    verification.of(one)
+    assert len(prepared) == 1 + num_moves
+    verification.of(other)
+    assert prepared[-1].tolist() == [2]
 
 
 def test_a_stopped_first_token_was_read_ahead(way: Way) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,24 @@ from dsde.sampling.kernels import Draws, sample_drafts
 
 _HEARD_EVERY = 8
 """Of so many decisions on first tokens that are all but sure one is made."""
+
+
+class Successor(Protocol):
+    """What the device does behind a draft, which may be queued before the draft's end is known to anybody else."""
+
+    def prepare(self, proposals: DeviceProposals) -> None:
+        """While the device works: for what will have been proposed if the draft is over now."""
+
+    def begin(self, lengths: IntArray) -> None:
+        """The draft is over, with these lengths, and the device waits: go, if this is what was prepared for."""
+
+
+class NoSuccessor:
+    def prepare(self, proposals: DeviceProposals) -> None:
+        pass
+
+    def begin(self, lengths: IntArray) -> None:
+        pass
 
 
 class DeviceDrafter:
@@ -70,7 +88,7 @@ class DeviceDrafter:
         begin: Callable[[], None],
         stop: Stop | None = None,
         watched: bool = False,
-        meanwhile: Callable[[DeviceProposals], None] = lambda _: None,
+        successor: Successor | None = None,
     ) -> DeviceProposals:
         """Queue the draft; `begin` is called right before the device first hears of it.
 
@@ -78,11 +96,11 @@ class DeviceDrafter:
         still go on, and its first layers are run while the host hears of the decisions; only the rest waits for them,
         and not even that where somebody is all but sure to go on. Whoever ended meanwhile rides along in that one pass.
         Where all drafts are all but sure to be over, they are.
-        While the device works there is time for `meanwhile`, called with what will have been proposed if the draft is
-        over now. `watched` drafts have signals in the store.
+        The `successor` is prepared while the device works, and begun as soon as the host hears that the drafts are
+        over: the device would wait for all that the host does in between. `watched` drafts have signals in the store.
         """
         ruling = None if stop is None else Ruling(stop)
-        task = _Task(begin, ruling, watched or ruling is not None, meanwhile)
+        task = _Task(begin, ruling, watched or ruling is not None, successor or NoSuccessor())
         self._watches = self._watches or task.watched
         ahead = self._take_ahead(sequences, lengths, task.watched)
         unread = np.where(ahead < 0, lengths, 0)
@@ -168,19 +186,23 @@ class DeviceDrafter:
         self._hear_of_last()
         if entry is not None and not waits:
             self.passes.finish(entry)
-        # The host may be busier than the device: not where it would mostly be in vain.
-        may_end = entry is None or self.foresight.may_end(num_expected)
-        if waits and may_end and not self.referee.has_decided(call):
-            task.meanwhile(draft.proposals_if_over(entry is None or call.ruling.keeps_last))
+        is_worth_it = entry is None or self.foresight.is_worth_preparing(num_expected)
+        if waits and is_worth_it and not self.referee.has_decided(call):
+            task.successor.prepare(draft.proposals_if_over(entry is None or call.ruling.keeps_last))
+            self.foresight.learn_time(was_in_time=not self.referee.has_decided(call))
         decisions = self.referee.wait(call)
+        # The device waits from here on: what it does next comes before everything else.
         goes_on = bool(decisions.max() == Decision.GOES_ON)
+        if entry is not None and waits:
+            (self.passes.finish if goes_on else self.passes.abandon)(entry)
+        is_drafting = draft.is_drafting
+        draft.apply(decisions)
+        if not goes_on:
+            task.successor.begin(draft.lengths)
         if num_expected == 0:
-            self.foresight.learn_end(_is_surprise(decisions[draft.is_drafting]), draft.depth)
+            self.foresight.learn_end(_is_surprise(decisions[is_drafting]), draft.depth)
         if entry is not None:
             self.foresight.learn(num_expected, goes_on)
-            if waits:
-                (self.passes.finish if goes_on else self.passes.abandon)(entry)
-        draft.apply(decisions)
         return entry is not None and (goes_on or not waits), goes_on
 
     def _hear_of_last(self) -> None:
@@ -410,7 +432,7 @@ class _Task:
     begin: Callable[[], None]
     ruling: Ruling | None
     watched: bool
-    meanwhile: Callable[[DeviceProposals], None]
+    successor: Successor
 
 
 @dataclass(slots=True)

@@ -13,6 +13,9 @@ MOST_SURPRISE = 0.1
 would bring a third of a step's tokens or so, and to wait takes a few hundredths of a step"""
 LEAST_LIKELY = 0.25
 """chance that nobody goes on, from which on it is worth preparing for that while it is decided"""
+LEAST_IN_TIME = 0.9
+"""chance that the device is still at work when the host has prepared, from which on that costs nothing, however rarely
+drafts end"""
 MEMORY = 32
 """decisions after which an older one counts about a third"""
 MANY = 8
@@ -39,6 +42,8 @@ class Foresight:
         self._surprises = [_Chance(), _Chance()]
         """that something else is decided than that all drafts are over, where nobody was expected to go on: on first
         tokens, and on later ones"""
+        self._in_time = _Chance()
+        """that what the host prepares while it waits is done before the device has decided"""
 
     def is_sure(self, num_expected: int) -> bool:
         """Whether somebody goes on where so many are expected to, but for a risk that is worth taking."""
@@ -49,12 +54,18 @@ class Foresight:
         they have."""
         return num_expected == 0 and self._surprises[depth > 0].value < MOST_SURPRISE
 
-    def may_end(self, num_expected: int) -> bool:
-        """Whether drafts end often enough, where so many are expected to go on, to prepare for that."""
-        return self._no_one[min(num_expected, MANY)].value > LEAST_LIKELY
+    def is_worth_preparing(self, num_expected: int) -> bool:
+        """Whether to prepare for the end of all drafts, where so many are expected to go on: it comes often enough, or
+        there is time for it anyway."""
+        may_end = self._no_one[min(num_expected, MANY)].value > LEAST_LIKELY
+        return may_end or self._in_time.value > LEAST_IN_TIME
 
     def learn(self, num_expected: int, somebody_goes_on: bool) -> None:
         self._no_one[min(num_expected, MANY)].learn(not somebody_goes_on)
+
+    def learn_time(self, was_in_time: bool) -> None:
+        """Of what was prepared."""
+        self._in_time.learn(was_in_time)
 
     def learn_end(self, is_surprise: bool, depth: int) -> None:
         """Where nobody was expected to go on."""

@@ -89,6 +89,43 @@ class _Prepared:
     entry: Pass
     sheet: Sheet
     longest_context: int
+    num_moves: int
+    """of the draft store, before it was prepared"""
+    read: _Read | None = None
+    """None: it has not been queued yet"""
+
+
+class _Verification:
+    """Of a step whose draft is still being made: prepared while the device is at work, and queued as soon as the draft
+    is known to be over as was foreseen."""
+
+    def __init__(
+        self,
+        prepare: Callable[[DeviceProposals], _Prepared],
+        start: Callable[[_Prepared], None],
+        drafts: Drafts,
+        can_foresee: bool,
+    ) -> None:
+        self._prepare, self._start, self._drafts = prepare, start, drafts
+        self._can_foresee = can_foresee
+        self._prepared: _Prepared | None = None
+
+    def prepare(self, proposals: DeviceProposals) -> None:
+        if self._can_foresee:
+            self._prepared = self._prepare(proposals)
+
+    def begin(self, lengths: IntArray) -> None:
+        if self._prepared is not None and self._is_for(self._prepared, lengths):
+            self._start(self._prepared)
+
+    def of(self, proposals: DeviceProposals) -> _Prepared:
+        """For what was proposed in the end."""
+        if self._prepared is None or not self._is_for(self._prepared, proposals.lengths):
+            self._prepared = self._prepare(proposals)
+        return self._prepared
+
+    def _is_for(self, prepared: _Prepared, lengths: IntArray) -> bool:
+        return prepared.num_moves == self._drafts.num_moves and np.array_equal(prepared.lengths, lengths)
 
 
 class _Variant(NamedTuple):
@@ -145,20 +182,18 @@ class DeviceExecutor:
             self._forget()
             return self.host.launch(work, wish, scored)
         timing = self.clock.start()
-        foreseen: list[_Prepared] = []
 
-        def foresee(proposals: DeviceProposals) -> None:
+        def prepare(proposals: DeviceProposals) -> _Prepared:
             # Behind a draft that a rule has ended, or a budget has cut, the device waits for its next pass. Whoever
             # looks at signals without either has one at times, and the same graphs are to do.
             in_parts = wish.is_watched and bool(proposals.lengths.any())
-            foreseen[:] = [self._prepare(work, sequences, slots, proposals, scored, in_parts)]
+            return self._prepare(work, sequences, slots, proposals, scored, in_parts)
 
         # Whatever is cut off or read besides is known later, or not prepared quickly.
-        meanwhile = _do_nothing if wish.budget is not None or work.prefills else foresee
-        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish, timing, meanwhile)
-        if not foreseen or not self._is_for(foreseen[0], proposals):
-            foresee(proposals)
-        return self._verify(work, slots, wish, proposals, known, foreseen[0], timing)
+        can_foresee = wish.budget is None and not work.prefills
+        verification = _Verification(prepare, lambda prepared: self._queue(prepared, timing), self.drafts, can_foresee)
+        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish, timing, verification)
+        return self._verify(work, slots, wish, proposals, known, verification.of(proposals), timing)
 
     def follow(self, flight: Flight) -> Flight | None:
         if not isinstance(flight, DeviceFlight) or flight.drafted.any():
@@ -212,7 +247,7 @@ class DeviceExecutor:
         slots: IntArray,
         wish: DraftWish,
         timing: Timing,
-        meanwhile: Callable[[DeviceProposals], None],
+        verification: _Verification,
     ) -> tuple[DeviceProposals, IntArray | None]:
         """What is drafted, and the tokens themselves where the host knows them."""
         drafter, lengths = self.host.drafter, wish.lengths
@@ -223,7 +258,9 @@ class DeviceExecutor:
         if self.drafter is not None:
             # With a rule most drafts end early: there is room for what is drafted when it is drafted.
             self.drafter.make_room(int(lengths.sum()) if wish.stop is None else len(decodes), len(decodes))
-            drafts = self.drafter.propose(decodes, slots, lengths, timing.begin, wish.stop, wish.is_watched, meanwhile)
+            drafts = self.drafter.propose(
+                decodes, slots, lengths, timing.begin, wish.stop, wish.is_watched, verification
+            )
             return self._cut(drafts, wish), None
         proposals = propose(drafter, decodes, wish)
         valid = np.arange(proposals.tokens.shape[1]) < proposals.lengths[:, None]
@@ -290,11 +327,16 @@ class DeviceExecutor:
             self.table.write_draws(
                 sheet, judged_slots, self.table.counters(judged, variant.sampled or self._rates is not None)
             )
-        return _Prepared(proposals.lengths, judged, drafted, num_judged_rows, entry, sheet, int(contexts.max()))
+        longest_context = int(contexts.max())
+        return _Prepared(
+            proposals.lengths, judged, drafted, num_judged_rows, entry, sheet, longest_context, self._num_moves
+        )
 
-    def _is_for(self, prepared: _Prepared, proposals: DeviceProposals) -> bool:
-        """Whether a pass prepared while the draft was under way is the one for what came of it."""
-        return self._num_moves == self.drafts.num_moves and np.array_equal(prepared.lengths, proposals.lengths)
+    def _queue(self, prepared: _Prepared, timing: Timing) -> None:
+        """The device does it behind all that was queued before."""
+        timing.begin()
+        timing.drafted.record()
+        prepared.read = self.passes.run(prepared.entry, prepared.sheet)
 
     def _verify(
         self,
@@ -306,11 +348,12 @@ class DeviceExecutor:
         prepared: _Prepared,
         timing: Timing,
     ) -> DeviceFlight:
-        timing.begin()
-        timing.drafted.record()
         if known is not None:
             self.drafts.tokens[: len(known)].copy_(torch.from_numpy(known.astype(np.int32)))
-        read: _Read = self.passes.run(prepared.entry, prepared.sheet)
+        if prepared.read is None:
+            self._queue(prepared, timing)
+        read = prepared.read
+        assert read is not None
         answer = self._fetch(read.findings, None)
         if wish.wants_signals and proposals.signals is None and proposals.rows.shape[1]:
             proposals.signals = self.drafts.fetch_signals(int(proposals.rows.max()) + 1, wait=False)
@@ -450,7 +493,3 @@ class DeviceExecutor:
             size = (max(num_rows, min(2 * self._logits.shape[0], MOST_GRAPH_TOKENS)), self._logits.shape[1])
             self._logits = self._logits[:0].clone()
             self._logits = self._logits.new_empty(size)
-
-
-def _do_nothing(_: DeviceProposals) -> None:
-    pass

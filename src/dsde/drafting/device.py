@@ -26,7 +26,16 @@ from dsde.drafting.referee import Call, Referee
 from dsde.drafting.ruling import FIRST, RULING_FIELDS, Decision, Ruling, ruling_sizes
 from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import Pass, PassRunner, RaggedRows, coarse_bucket, power_of_2, reading_bucket
+from dsde.models.passes import (
+    Pass,
+    PassRunner,
+    PassShape,
+    RaggedRows,
+    coarse_bucket,
+    power_of_2,
+    ragged_rows,
+    reading_bucket,
+)
 from dsde.sampling.draw_mode import DrawMode
 from dsde.sampling.kernels import Draws, sample_drafts
 
@@ -238,7 +247,7 @@ class DeviceDrafter:
             self.passes.forget()
         active = [sequences[i] for i in goes]
         batch = self._batch(active, slots[goes], int(lengths.max()) + 1)
-        rows = RaggedRows(np.full(len(active), NUM_REREAD, dtype=np.int64))
+        rows = ragged_rows(np.full(len(active), NUM_REREAD, dtype=np.int64))
         contexts = batch.num_tokens + lengths[goes] + 1
         counters = self.table.counters(active, batch.variant[0], num_steps_later=1)
         # Two sheets in turn: the device may not have read the last one yet, since nobody waited for it.
@@ -340,7 +349,7 @@ class DeviceDrafter:
         variant = _Variant(
             *batch.variant, is_watched=task.watched, decides=ruling is not None, decides_first=first is not None
         )
-        rows = RaggedRows(np.ones(count, dtype=np.int64))
+        rows = ragged_rows(np.ones(count, dtype=np.int64))
         entry, sheet = self._step(rows, batch.num_tokens + depth, batch, True, depth, first_row, variant)
         sheet.arrays["sources"][:count] = draft.rows[members, draft.depth]
         call = None
@@ -371,15 +380,8 @@ class DeviceDrafter:
         elif depth == 0 and rows.longest > 1 and not variant.is_ahead:
             pad = reading_bucket
         shape = self.passes.shape(rows, contexts, num_rows, in_parts=in_parts, pad=pad, variant=variant)
-        more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
-        if variant.decides:
-            more |= ruling_sizes(shape.num_rows)
-        if variant.decides_first:
-            more |= {FIRST + name: size for name, size in ruling_sizes(shape.num_rows).items()}
-        if variant.is_ahead:
-            more |= dict.fromkeys(("judged", "num_tokens", "last_tokens"), shape.num_seqs)
-            more |= {"emitted_start": 1, "emitted_width": 1}
-        entry, sheet = self.passes.prepare(shape, more, turn=depth if ahead_turn is None else ahead_turn)
+        turn = depth if ahead_turn is None else ahead_turn
+        entry, sheet = self.passes.prepare(shape, lambda: _more_arrays(shape, variant), turn)
         self.passes.write(shape, sheet, rows, contexts, batch.tables)
         self.table.write_draws(sheet, batch.slots, batch.counters if counters is None else counters)
         sheet.arrays["depth"][0] = depth
@@ -455,6 +457,19 @@ class _Batch:
             self.counters[kept],
             self.variant,
         )
+
+
+def _more_arrays(shape: PassShape, variant: _Variant) -> dict[str, int]:
+    """What a pass is told beside its batch, and how much room that takes."""
+    more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
+    if variant.decides:
+        more |= ruling_sizes(shape.num_rows)
+    if variant.decides_first:
+        more |= {FIRST + name: size for name, size in ruling_sizes(shape.num_rows).items()}
+    if variant.is_ahead:
+        more |= dict.fromkeys(("judged", "num_tokens", "last_tokens"), shape.num_seqs)
+        more |= {"emitted_start": 1, "emitted_width": 1}
+    return more
 
 
 def _is_surprise(decisions: IntArray) -> bool:

@@ -32,7 +32,7 @@ from dsde.engine.executor import DraftWish, Flight, HostExecutor, Landing, judge
 from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, RaggedRows, power_of_2
+from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, PassShape, power_of_2, ragged_rows
 from dsde.verification import Verdict
 from dsde.verification.kernels import Findings, Judgement, judge
 from dsde.verification.synthetic import table
@@ -170,7 +170,6 @@ class DeviceExecutor:
         self._answers: dict[tuple[int, int], list[Answer]] = {}
         self._num_moves = 0
         """as often as that the draft store had moved when graphs were last captured"""
-        self._rows = RaggedRows(np.ones(1, dtype=np.int64))
         self._num_cold = 0
         """passes, of those up to the end of the last step's verification"""
 
@@ -298,8 +297,8 @@ class DeviceExecutor:
         if work.prefills:
             query_lens = np.concatenate((query_lens, [chunk for _, chunk in work.prefills]))
             drafted = np.pad(drafted, (0, len(judged) - len(work.decodes)))
-        rows = self._cached_rows(query_lens)
-        judged_rows = self._cached_rows(1 + drafted) if work.prefills and judged else rows if judged else None
+        rows = ragged_rows(query_lens)
+        judged_rows = ragged_rows(1 + drafted) if work.prefills and judged else rows if judged else None
         contexts = np.array([s.num_computed for s in sequences], dtype=np.int64) + query_lens
         judged_slots = np.array([s.slot for s in judged], dtype=np.int64) if work.prefills else slots
         places = logit_places(work, rows, scored) if work.prefills else None
@@ -311,11 +310,7 @@ class DeviceExecutor:
         shape = self.passes.shape(rows, contexts, num_logits, is_plain, in_parts, variant=variant)
         self._make_room(shape.num_rows)
 
-        padded_rows = shape.num_rows if shape.is_graph else num_judged_rows
-        padded_judged = shape.num_seqs if shape.is_graph else len(judged)
-        more = dict.fromkeys(("row_sequences", "row_depths", "row_drafts"), padded_rows)
-        more |= {"judged_starts": padded_judged, "lengths": padded_judged, **draw_sizes(padded_judged)}
-        entry, sheet = self.passes.prepare(shape, more)
+        entry, sheet = self.passes.prepare(shape, lambda: _more_arrays(shape, num_judged_rows, len(judged)))
         host = sheet.arrays
         tables = self.table.tables(slots, shape.table_width)
         self.passes.write(shape, sheet, rows, contexts, tables)
@@ -397,12 +392,6 @@ class DeviceExecutor:
         caught_up = proposals.is_caught_up
         if self.drafter.read_ahead(decodes, slots, proposals.lengths, caught_up, self._findings, places):
             timing.read_ahead()
-
-    def _cached_rows(self, lengths: IntArray) -> RaggedRows:
-        """Lengths are often those of the step before."""
-        if not np.array_equal(self._rows.lengths, lengths):
-            self._rows = RaggedRows(lengths)
-        return self._rows
 
     def _variant(self, slots: IntArray, drafted: IntArray, point_mass: bool, in_parts: bool) -> _Variant:
         if len(slots) == 0:
@@ -493,3 +482,11 @@ class DeviceExecutor:
             size = (max(num_rows, min(2 * self._logits.shape[0], MOST_GRAPH_TOKENS)), self._logits.shape[1])
             self._logits = self._logits[:0].clone()
             self._logits = self._logits.new_empty(size)
+
+
+def _more_arrays(shape: PassShape, num_rows: int, num_judged: int) -> dict[str, int]:
+    """What a verification is told beside its batch, and how much room that takes."""
+    if shape.is_graph:
+        num_rows, num_judged = shape.num_rows, shape.num_seqs
+    more = dict.fromkeys(("row_sequences", "row_depths", "row_drafts"), num_rows)
+    return more | {"judged_starts": num_judged, "lengths": num_judged, **draw_sizes(num_judged)}

@@ -72,10 +72,10 @@ class Planner:
             return LengthPlan(zeros, zeros, nobody, batch, None, num_resting=FOREVER)
         rooms = np.array([s.max_tokens - s.num_output_tokens - 1 for s in decodes], dtype=np.int64)
         wishes = [s.params.speculation for s in decodes]
-        rows = np.array([i for i, wish in enumerate(wishes) if wish == "on"], dtype=np.int64)
-        if len(rows) == len(decodes):
-            planned = np.zeros_like(rooms)
+        if all(wish == "on" for wish in wishes):
+            rows, planned = np.arange(len(decodes)), np.zeros_like(rooms)
         else:
+            rows = np.array([i for i, wish in enumerate(wishes) if wish == "on"], dtype=np.int64)
             fixed = np.array([wish if isinstance(wish, int) else 0 for wish in wishes], dtype=np.int64)
             planned = np.minimum(fixed, rooms)
         chosen = decodes if len(rows) == len(decodes) else [decodes[i] for i in rows.tolist()]
@@ -161,8 +161,8 @@ def _pace(sequences: list[Sequence]) -> Pace:
 
 def _spread(plan: Plan | None, rows: IntArray, num_decoding: int) -> Stop | None:
     """A policy's stop with thresholds for everybody: those it does not choose for are never stopped."""
-    if plan is None or plan.stop is None:
-        return None
+    if plan is None or plan.stop is None or len(rows) == num_decoding:
+        return None if plan is None else plan.stop
     if isinstance(plan.stop, StopByWorth):
         offsets, outlooks = np.full(num_decoding, np.inf), np.ones(num_decoding)
         offsets[rows], outlooks[rows] = plan.stop.offsets, plan.stop.outlooks

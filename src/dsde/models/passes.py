@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from weakref import WeakMethod
 
@@ -130,6 +131,16 @@ class RaggedRows:
         self.starts = ends - lengths
         self.owners = np.repeat(np.arange(num_seqs), lengths)
         self.offsets = np.arange(self.count) - self.starts[self.owners]
+
+
+def ragged_rows(lengths: IntArray) -> RaggedRows:
+    """Those of sequences of these lengths, which are often those of another step."""
+    return _known_rows(lengths.tobytes())
+
+
+@lru_cache(maxsize=256)
+def _known_rows(lengths: bytes) -> RaggedRows:
+    return RaggedRows(np.frombuffer(lengths, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +293,12 @@ class PassRunner:
             variant=variant,
         )
 
-    def prepare(self, shape: PassShape, more: dict[str, int], turn: int = 0) -> tuple[Pass, Sheet]:
-        """The pass and a sheet to write; `more` names arrays of the body's own. A pass that a step does several times
-        needs a sheet for each turn, since the device may not have read the last one yet."""
+    def prepare(self, shape: PassShape, more: Callable[[], dict[str, int]], turn: int = 0) -> tuple[Pass, Sheet]:
+        """The pass and a sheet to write; `more` names arrays of the body's own, of a pass that is new. One that a step
+        does several times needs a sheet for each turn, since the device may not have read the last one yet."""
         entry = self._passes.get(shape)
         if entry is None:
-            entry = self._make(shape, more)
+            entry = self._make(shape, more())
             if shape.is_graph:
                 self._passes[shape] = entry
                 if len(self._passes) > MOST_GRAPHS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -328,6 +329,51 @@ def test_a_plan_made_for_others_is_not_used() -> None:
     policy.settle()
     short = BatchView(np.arange(6), np.array([0, 1, 100, 100, 100, 100]), np.zeros(6), 6)
     assert (policy.plan(short).lengths <= short.rooms).all()
+
+
+class Thinking(Auto):
+    """Counts how often it thinks of a plan."""
+
+    num_thoughts = 0
+
+    def _draft(self, batch: BatchView) -> Any:
+        self.num_thoughts += 1
+        return super()._draft(batch)
+
+
+def test_what_follows_on_a_rest_is_thought_of_before_its_end() -> None:
+    """With the last of its steps under way: nobody has to wait for it then."""
+    policy, rng = Thinking(), np.random.default_rng(0)
+    num_rests = 0
+    for _ in range(60):
+        plan = policy.plan(batch(8))
+        num_rests += plan.num_resting > 0
+        for number in range(plan.num_resting + 1):
+            before = policy.num_thoughts
+            policy.settle()
+            # Not in the midst of it: nothing that is thought then will still be good.
+            assert policy.num_thoughts == before + (number >= plan.num_resting)
+            policy.observe(all_rejected(plan, rng))
+        before = policy.num_thoughts
+        policy.plan(batch(8))
+        assert policy.num_thoughts == before
+        policy.observe(all_rejected(plan, rng))
+    assert num_rests > 10
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_plan_is_thought_of_while_prompts_are_read(is_late: bool) -> None:
+    """For those who will decode in the next step, with all that their draft has to read first; nobody else's is used."""
+    policy = Thinking(cost=Known(MEMORY_BOUND))
+    coming = batch(4)
+    coming.num_missed = np.full(4, 300)
+    policy.settle(coming)
+    assert policy.num_thoughts == 1
+    assert policy.cost.num_behind(coming.slots) == 1200
+    view = batch(5 if is_late else 4)
+    view.num_missed = np.full(view.slots.size, 301)
+    policy.plan(view)
+    assert policy.num_thoughts == 1 + is_late
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.55, 0.6])

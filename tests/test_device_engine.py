@@ -942,6 +942,45 @@ def test_a_stopped_first_token_was_read_ahead(way: Way) -> None:
     assert sum(outcome.num_catch_up_tokens for outcome in policy.outcomes) == 5
 
 
+class Foreseeing(Policy):
+    """Drafts nothing; keeps what it was told of the next step, and what that was."""
+
+    def __init__(self) -> None:
+        self.coming: BatchView | None = None
+        self.found: list[tuple[BatchView | None, BatchView]] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        self.found.append((self.coming, batch))
+        self.coming = None
+        return Plan.wanting(0, batch)
+
+    def settle(self, coming: BatchView | None = None) -> None:
+        self.coming = coming or self.coming
+
+
+def test_a_policy_knows_who_is_coming_while_prompts_are_read(way: Way) -> None:
+    """Whoever begins to decode is announced with the step that ends its prompt, and what its draft would have to read
+    first; not so where somebody waits, fixes its own length, or reads on."""
+    policy = Foreseeing()
+    engine = way.engine("close", policy, max_num_seqs=3, max_num_batched_tokens=32)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine.add([1, 2, 3], params)
+    engine.step()
+    engine.add([4, 5, 6, 7], params)
+    engine.step()
+    engine.add(list(range(1, 50)), replace(params, speculation=2))
+    while engine.has_work:
+        engine.step()
+    announced = [(coming, batch) for coming, batch in policy.found if coming is not None]
+    assert [batch.slots.tolist() for _, batch in announced] == [[0], [0, 1]]
+    for coming, batch in announced:
+        np.testing.assert_array_equal(coming.slots, batch.slots)
+        np.testing.assert_array_equal(coming.rooms, batch.rooms)
+        assert coming.num_decoding == batch.num_decoding
+        assert coming.num_missed is not None and batch.num_missed is not None
+        assert (np.abs(coming.num_missed - batch.num_missed) <= 1).all()
+
+
 # Steps that follow on one that nobody has seen
 
 

@@ -190,7 +190,7 @@ class Engine:
         try:
             with torch.inference_mode(), self._on_device():
                 if not self._flights:
-                    self._flights.append(self._launch())
+                    self._begin()
                 self._unreported += self._land(self._flights[0])
                 self._flights.popleft()
                 if not self._has_sequences:
@@ -225,20 +225,31 @@ class Engine:
 
     def _keep_busy(self) -> None:
         """Give the device its next step, and another behind it where that can be known already."""
-        if not self._flights:
-            self._flights.append(self._launch())
-            self.policy.settle()
-        if len(self._flights) < _MOST_FLIGHTS and self._can_follow():
+        was_idle = not self._flights
+        if was_idle:
+            self._begin()
+        if self._can_follow():
             last = self._flights[-1]
             following = self.executor.follow(last.flight)
             if following is not None:
                 self._flights.append(_StepInFlight(last.work, last.plan, set(), following, last.num_resting - 1))
+        elif not was_idle:
+            # A rest is over, or somebody's end is near: what comes next is thought of before the device waits for it.
+            self.policy.settle()
+
+    def _begin(self) -> None:
+        """A step, when nothing is under way; while it is, the policy has time to think."""
+        self._flights.append(self._launch())
+        if self.executor.is_asynchronous:
+            self.policy.settle(self.planner.foresee(self._flights[-1].work))
 
     def _can_follow(self) -> bool:
         """Whether the step after those under way is certain: nobody drafts, joins, may end for its length, lacks memory
         or wants to see logits that would be gone."""
         last, pending = self._flights[-1], len(self._flights)
         work = last.work
+        if pending >= _MOST_FLIGHTS:
+            return False
         if work.prefills or last.num_resting <= 0 or len(work.decodes) < len(self.scheduler.running):
             return False
         if self.scheduler.waiting and len(self.scheduler.running) < self.scheduler.max_num_seqs:

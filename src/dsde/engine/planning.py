@@ -16,7 +16,7 @@ from dsde.core.stops import Stop, StopByWorth
 from dsde.drafting import Drafter
 from dsde.engine.executor import Landing
 from dsde.engine.metrics import EngineMetrics
-from dsde.engine.scheduler import Scheduler
+from dsde.engine.scheduler import Schedule, Scheduler
 from dsde.policies import FOREVER, BatchView, Need, Outcome, Pace, Plan, Policy
 
 IntArray = NDArray[np.int64]
@@ -70,7 +70,7 @@ class Planner:
             zeros = np.zeros(len(decodes), dtype=np.int64)
             batch = BatchView(nobody, nobody, np.empty(0), len(decodes))
             return LengthPlan(zeros, zeros, nobody, batch, None, num_resting=FOREVER)
-        rooms = np.array([s.max_tokens - s.num_output_tokens - 1 for s in decodes], dtype=np.int64)
+        rooms = _rooms(decodes)
         wishes = [s.params.speculation for s in decodes]
         if all(wish == "on" for wish in wishes):
             rows, planned = np.arange(len(decodes)), np.zeros_like(rooms)
@@ -79,17 +79,7 @@ class Planner:
             fixed = np.array([wish if isinstance(wish, int) else 0 for wish in wishes], dtype=np.int64)
             planned = np.minimum(fixed, rooms)
         chosen = decodes if len(rows) == len(decodes) else [decodes[i] for i in rows.tolist()]
-        batch = BatchView(
-            slots=np.array([s.slot for s in chosen], dtype=np.int64),
-            rooms=rooms[rows],
-            temperatures=np.array([s.params.temperature for s in chosen], dtype=np.float64),
-            num_decoding=len(decodes),
-            num_waiting=len(self.scheduler.waiting),
-            num_prompt_tokens=num_prompt_tokens,
-            num_left=rooms[rows] + 1,
-            num_missed=_num_missed(chosen) if self._must_read else None,
-            pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
-        )
+        batch = self._view(chosen, rooms[rows], len(decodes), num_prompt_tokens)
         plan = None
         if len(rows):
             plan = self.policy.plan(batch)
@@ -106,6 +96,34 @@ class Planner:
         if not any(isinstance(wish, int) for wish in wishes):
             num_resting = FOREVER if plan is None else plan.num_resting
         return LengthPlan(planned, lengths, rows, batch, plan, _spread(plan, rows, len(decodes)), num_resting)
+
+    def foresee(self, work: Schedule) -> BatchView | None:
+        """The batch of the next step, where this one ends prompts and nothing else will be read then; None: it is that
+        of this step, for all that is known, or nobody knows."""
+        joining = [sequence for sequence, chunk in work.prefills if chunk == sequence.num_pending]
+        is_known = self.can_draft and len(joining) == len(work.prefills) and not self.scheduler.waiting
+        if not joining or not is_known:
+            return None
+        decodes = sorted([*work.decodes, *joining], key=lambda sequence: sequence.arrival)
+        if any(sequence.params.speculation != "on" for sequence in decodes):
+            return None
+        # Everybody will have a token more.
+        return self._view(decodes, np.maximum(_rooms(decodes) - 1, 0), len(decodes), 0)
+
+    def _view(
+        self, chosen: list[Sequence], rooms: IntArray, num_decoding: int, num_prompt_tokens: int
+    ) -> BatchView:
+        return BatchView(
+            slots=np.array([s.slot for s in chosen], dtype=np.int64),
+            rooms=rooms,
+            temperatures=np.array([s.params.temperature for s in chosen], dtype=np.float64),
+            num_decoding=num_decoding,
+            num_waiting=len(self.scheduler.waiting),
+            num_prompt_tokens=num_prompt_tokens,
+            num_left=rooms + 1,
+            num_missed=_num_missed(chosen) if self._must_read else None,
+            pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
+        )
 
     def observe(
         self, plan: LengthPlan, drafted: IntArray, num_catch_up_tokens: IntArray | None, landing: Landing
@@ -142,6 +160,11 @@ class Planner:
             is_resumed=landing.is_resumed,
         )
         self.policy.observe(outcome)
+
+
+def _rooms(sequences: list[Sequence]) -> IntArray:
+    """[sequences] tokens that may be drafted of each, at most."""
+    return np.array([s.max_tokens - s.num_output_tokens - 1 for s in sequences], dtype=np.int64)
 
 
 def _num_missed(sequences: list[Sequence]) -> IntArray:

@@ -120,6 +120,8 @@ class Auto(Policy):
         self._next: _Draft | None = None
         self._num_observed = 0
         """outcomes of the current plan"""
+        self._num_settled = 0
+        """of them, when the next plan was last thought of"""
         self._num_rested = 0
         """steps that they stand for"""
         self._num_left = 0
@@ -145,7 +147,8 @@ class Auto(Policy):
         if not has_missed and self._rests(batch):
             assert self._current is not None
             self._current.plan.num_resting -= self._num_rested
-            self._current.batch, self._num_observed, self._num_rested = batch, 0, 0
+            self._current.batch = batch
+            self._count_anew()
             return self._current.plan
         num_left, self._num_left = self._num_left, 0
         if num_left and not has_met and (plan := self._rest_on(batch, num_left)) is not None:
@@ -156,7 +159,8 @@ class Auto(Policy):
             self._drop_next()
         draft = self._next or self._draft(batch)
         draft.batch = batch
-        self._current, self._next, self._num_observed, self._num_rested = draft, None, 0, 0
+        self._current, self._next = draft, None
+        self._count_anew()
         # Whoever only has to know what a step without drafts costs goes on behind it.
         self._drafts = draft.plan.stop is not None or (draft.is_blind and self._drafts)
         if draft.is_blind:
@@ -165,19 +169,27 @@ class Auto(Policy):
         draft.plan.lengths = np.minimum(draft.plan.lengths, batch.rooms)
         return draft.plan
 
+    def _count_anew(self) -> None:
+        """Nothing has been seen of the plan that is handed over."""
+        self._num_observed = self._num_settled = self._num_rested = 0
+
     def observe(self, outcome: Outcome) -> None:
         self._learn()  # where nobody calls `settle`
         if self._current is not None:
             self._unlearnt.append((outcome, self._current))
         self._num_observed += 1
         self._num_rested += outcome.num_steps
-        if self._num_observed > 1:  # all rested: what was thought of at the beginning of that is old
+        if self._num_observed > self._num_settled + 1:  # all rested: what was thought of before that is old
             self._drop_next()
 
-    def settle(self) -> None:
+    def settle(self, coming: BatchView | None = None) -> None:
         self._learn()
         self._drop_next()  # made for a step that had nobody to plan for
-        if self._current is not None and not self._current.plan.num_resting:
+        self._num_settled = self._num_observed
+        if coming is not None:
+            self.cost.see(coming)
+            self._next = self._draft(coming)
+        elif self._current is not None and self._num_rested >= self._current.plan.num_resting:
             self._next = self._draft(self._current.batch)
 
     def _meet(self, batch: BatchView) -> bool:
@@ -213,7 +225,7 @@ class Auto(Policy):
         share = batch.num_sequences / before.num_sequences
         self._current = replace(self._current, batch=batch, plan=plan, foregone_s=share * self._current.foregone_s)
         self._drop_next()
-        self._num_observed = self._num_rested = 0
+        self._count_anew()
         return plan
 
     def forget(self, slots: IntArray) -> None:

@@ -217,9 +217,9 @@ class Policy(ABC):
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 (off and static learn nothing)
         """Learn from the step just verified."""
 
-    def settle(self) -> None:  # noqa: B027
+    def settle(self, coming: BatchView | None = None) -> None:  # noqa: B027
         """A step is under way and nobody waits for the host: time for what need not be done between two steps. May be
-        called never, or after every `plan`."""
+        called never, or after every `plan`. With `coming` the next step will be one of that batch, about."""
 
     def forget(self, slots: IntArray) -> None:  # noqa: B027
         """These sequences have ended: drop their state, the slots will be given to others."""
@@ -256,8 +256,8 @@ class Staged(Policy):
         for stage in self.stages:
             stage.observe(outcome)
 
-    def settle(self) -> None:
-        self.policy.settle()
+    def settle(self, coming: BatchView | None = None) -> None:
+        self.policy.settle(coming)
 
     def forget(self, slots: IntArray) -> None:
         self.policy.forget(slots)

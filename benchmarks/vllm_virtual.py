@@ -1,7 +1,7 @@
 """The vLLM plugin's decisions in virtual time: requests that come together, end one by one and come again.
 
     python benchmarks/vllm_virtual.py [--pair 8b|qwen] [--acceptance 0.8] [--seeds 6] [--noise 0.05] [--slow-start 1.5]
-        [--slow-return 1.5]
+        [--slow-return 1.5] [--slow-times 1.4]
 
 The plugin's controller and policies run as they are, beside a scheduler like vLLM's asynchronous one: one step more is
 scheduled before the last is reported, prompts are read up to 8192 tokens a step, finished requests leave when they are
@@ -39,6 +39,10 @@ GRAPH_TOKENS = 512
 NUM_IN_FLIGHT = 2
 NUM_SLOW = 3
 """first steps without drafts of a size of batch, with a slow start, or behind drafts, with a slow return"""
+
+
+SLOW_TIME_S = 2.0
+"""seconds that a slow time lasts, and a fast one, on average"""
 
 
 class Costs(NamedTuple):
@@ -115,10 +119,12 @@ class VirtualVLLM:
         is_plain: bool = False,
         slow_start: float = 1.0,
         slow_return: float = 1.0,
+        slow_times: float = 1.0,
     ) -> None:
         """With `is_plain` as on a CPU: no graphs, and no step is scheduled before the last is reported. The first steps
         without drafts, of every size of batch, take `slow_start` times as long as later ones, and those that come first
-        behind drafts `slow_return` times."""
+        behind drafts `slow_return` times. Half of the time, in turns of some seconds, everything takes `slow_times` as
+        long."""
         self.now = 0.0
         limits = Limits(
             max_length=6,
@@ -130,7 +136,10 @@ class VirtualVLLM:
         )
         self.controller = Controller(make_supported(policy, "draft_model"), limits, clock=lambda: self.now)
         self.costs, self.acceptance, self.noise = costs, acceptance, noise
-        self._slow_start, self._slow_return = slow_start, slow_return
+        self._slow_start, self._slow_return, self._slow_times = slow_start, slow_return, slow_times
+        self._is_slow, self._turns_at = False, 0.0
+        self._fast_now = 0.0
+        """as `now` would be without slow times"""
         self._num_returned = NUM_SLOW
         """steps without drafts since one that verified some"""
         self._nums_plain: Counter[int] = Counter()
@@ -144,18 +153,19 @@ class VirtualVLLM:
         self._finished: set[str] = set()
 
     def generate(self, batch: int, num_tokens: int) -> float:
-        """Seconds that so many requests take, of so many tokens each."""
+        """Seconds that so many requests take, of so many tokens each, as they would without slow times: how many of
+        these there were is luck, and what is decided in them is not."""
         names = [f"r{self._count + number}" for number in range(batch)]
         self._count += batch
         self._requests = {name: Request(num_tokens) for name in names}
-        waiting, begin = deque(names), self.now
+        waiting, begin = deque(names), self._fast_now
         under_way: deque[tuple[Any, Directive]] = deque()
         while waiting or under_way or self._running:
             if waiting or self._running:
                 under_way.append(self._schedule(waiting))
             if len(under_way) >= self.controller.limits.num_in_flight or not (waiting or self._running):
                 self._run(*under_way.popleft())
-        return self.now - begin
+        return self._fast_now - begin
 
     @property
     def _running(self) -> list[str]:
@@ -185,8 +195,10 @@ class VirtualVLLM:
 
     def _run(self, output: Any, directive: Directive) -> None:
         """The device gets to a step; then its report comes."""
+        self._turn()
         verify_s, draft_s = self._noisy(self._verify_ms(output)), self._noisy(self._draft_ms(output, directive))
         self.now += verify_s + draft_s
+        self._fast_now += (verify_s + draft_s) / (self._slow_times if self._is_slow else 1.0)
         self.num_caught_up += directive.num_catch_up_tokens
         sampled = {}
         for name in output.num_scheduled_tokens:
@@ -203,8 +215,15 @@ class VirtualVLLM:
         feedback = Feedback(verify_s, draft_s, verify_s + draft_s) if directive.is_timed else None
         self.controller.observe(directive.step, sampled, feedback)
 
+    def _turn(self) -> None:
+        """From a slow time to a fast one, or back."""
+        if self._slow_times > 1 and self.now >= self._turns_at:
+            self._is_slow = not self._is_slow
+            self._turns_at = self.now + self._rng.exponential(SLOW_TIME_S)
+
     def _noisy(self, milliseconds: float) -> float:
-        return milliseconds / 1e3 * (1 + self.noise * abs(self._rng.normal()))
+        factor = self._slow_times if self._is_slow else 1.0
+        return factor * milliseconds / 1e3 * (1 + self.noise * abs(self._rng.normal()))
 
     def _verify_ms(self, output: Any) -> float:
         costs, num_tokens = self.costs, output.total_num_scheduled_tokens
@@ -252,6 +271,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", choices=TOKENS, default=list(TOKENS), help="in this order")
     parser.add_argument("--slow-start", type=float, default=1.0, help="times as long as others, the first steps")
     parser.add_argument("--slow-return", type=float, default=1.0, help="likewise the first without drafts behind some")
+    parser.add_argument("--slow-times", type=float, default=1.0, help="likewise everything, half of the time")
     options = parser.parse_args()
     fixed = [f"static:{length}" for length in range(1, 5)]
     speeds: dict[str, list[dict[int, float]]] = {}
@@ -265,6 +285,7 @@ def main() -> None:
                 seed,
                 slow_start=options.slow_start,
                 slow_return=options.slow_return,
+                slow_times=options.slow_times,
             )
             for seed in range(options.seeds)
         ]

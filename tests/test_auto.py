@@ -12,7 +12,8 @@ import pytest
 
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
-from dsde.policies.auto import _Choice
+from dsde.policies.auto import LEAST_GAIN, LEAST_HOPE, _Choice
+from dsde.policies.steadiness import Steadiness
 from dsde.simulation import Costs, Line, Requests, make_stream, simulate
 from dsde.simulation.measured import MeasuredCosts
 
@@ -363,7 +364,7 @@ def test_what_follows_on_a_rest_is_thought_of_before_its_end() -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_plan_is_thought_of_while_prompts_are_read(is_late: bool) -> None:
-    """For those who will decode in the next step, with all that their draft has to read first; nobody else's is used."""
+    """For those who will decode in the next step, with all that their draft has to read first; not for others."""
     policy = Thinking(cost=Known(MEMORY_BOUND))
     coming = batch(4)
     coming.num_missed = np.full(4, 300)
@@ -924,6 +925,61 @@ def test_a_check_that_met_a_prompt_has_measured_nothing() -> None:
 def test_nobody_begins_for_next_to_nothing(gain: float, expected: tuple[bool, bool]) -> None:
     """But whoever drafts goes on for little."""
     policy = Auto()
-    choice = _Choice(np.ones(4, np.int64), 100 * (1 + gain), 0.05, 100.0)
+    choice = _Choice(np.ones(4, np.int64), 100 * (1 + gain), 0.05, 100.0, LEAST_GAIN)
     for policy._drafts, is_worth in zip((False, True), expected, strict=True):
         assert policy._seems_to_pay(choice) == is_worth
+
+
+@pytest.mark.parametrize(("strays", "begins"), [(0.0, True), (0.2, False)])
+def test_nobody_begins_for_less_than_steps_vary_by_themselves(strays: float, begins: bool) -> None:
+    """Drafts that seem to bring a tenth: measured in a fast time, perhaps, and the steps without them in a slow one."""
+    policy = Auto()
+    for number in range(40):
+        policy.plan(batch(4))
+        slow = 1 + strays * (number // 2 % 2)
+        policy.observe(outcome([0] * 4, [0] * 4, verify_s=0.01 * slow, num_steps=9))
+        policy.settle()
+    assert strays / 2 <= policy._steadiness.spread <= strays
+    policy._drafts = False
+    choice = policy._choose(batch(4), np.full(4, 0.5))
+    choice.rate, choice.lengths = 1.1 * choice.rate_off, np.ones(4, np.int64)
+    assert policy._seems_to_pay(choice) == begins
+    policy._drafts = True
+    assert policy._seems_to_pay(choice), "whoever drafts goes on"
+
+
+def test_steps_one_behind_the_other_tell_little_of_how_much_they_vary() -> None:
+    steadiness = Steadiness()
+    for _ in range(200):
+        steadiness.observe(1.0, 1)
+    for _ in range(7):
+        steadiness.observe(2.0, 1)
+    assert steadiness.spread == 0.0
+    steadiness.observe(2.0, 1)
+    assert 0.1 < steadiness.spread < 0.2
+    for _ in range(16):
+        steadiness.observe(1.0, 65)
+    assert steadiness.spread == 0.0
+
+
+def test_where_even_much_better_drafts_would_not_pay_it_looks_less_often() -> None:
+    """And as often as ever when they would."""
+
+    def num_looks(rate: float, draft_s: float, policy: Auto) -> int:
+        return sum(count > 0 for count in drive(policy, [rate] * 2000, Costs(Line(draft_s), MEMORY_BOUND.verify), 8))
+
+    hopeless, hopeful = Auto(), Auto()
+    for policy, draft_s in ((hopeless, 20e-3), (hopeful, 1.5e-3)):
+        num_looks(0.2, draft_s, policy)
+    assert (hopeless._hope, hopeful._hope) == (LEAST_HOPE, 1.0)
+    # What is set aside pays for twice as many where a look costs as much.
+    plain_s = MEMORY_BOUND.verify.seconds(8)
+    saved = [policy._probe._saved_s for policy in (hopeless, hopeful)]
+    for policy in (hopeless, hopeful):
+        policy.plan(batch(8))
+        policy.observe(outcome([0] * 8, [0] * 8, verify_s=plain_s))
+        policy.settle()
+    more = [policy._probe._saved_s - before for policy, before in zip((hopeless, hopeful), saved, strict=True)]
+    assert more[0] == pytest.approx(LEAST_HOPE * more[1])
+    num_looks(0.2, 1e-3, hopeless)
+    assert hopeless._hope == 1.0

@@ -1365,3 +1365,18 @@ def test_an_untimed_draft_is_no_step_without_drafts() -> None:
     num_before = cost.num_verified(5)
     cost.observe(outcome_of([0], [4], [0], 0.0, 32e-3))
     assert cost.num_verified(5) == num_before + 1
+
+
+@pytest.mark.parametrize(("factor", "follows"), [(0.1, True), (0.9, False), (10.0, False)])
+def test_after_a_pause_what_few_take_tells_what_many_do(factor: float, follows: bool) -> None:
+    """Looks are at few sequences: what passes of all of them took before the pause would never be put right. A slow one
+    may be an accident, and a little is next to nothing."""
+    model = CostModel()
+    for _ in range(8):
+        for count in (2, 64):
+            model.observe(outcome_of([*range(count)], [1] * count, [0] * count, draft_s=1e-3, verify_s=5e-3))
+    for _ in range(20):
+        model.observe(outcome_of([*range(64)], [0] * 64, [0] * 64, verify_s=5e-3))
+    model.observe(outcome_of([0, 1], [1] * 2, [0] * 2, draft_s=factor * 1e-3, verify_s=5e-3))
+    assert model.draft_s(64.0) == pytest.approx(factor * 1e-3 if follows else 1e-3, rel=0.05)
+    assert model.draft_s(2.0) == pytest.approx(min(factor, 1.0) * 1e-3, rel=0.05)

@@ -977,7 +977,8 @@ def test_a_policy_knows_who_is_coming_while_prompts_are_read(way: Way) -> None:
         np.testing.assert_array_equal(coming.slots, batch.slots)
         np.testing.assert_array_equal(coming.rooms, batch.rooms)
         assert coming.num_decoding == batch.num_decoding
-        assert coming.num_missed is not None and batch.num_missed is not None
+        assert coming.num_missed is not None
+        assert batch.num_missed is not None
         assert (np.abs(coming.num_missed - batch.num_missed) <= 1).all()
 
 

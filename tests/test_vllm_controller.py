@@ -393,29 +393,29 @@ class Resting(Recorded):
 
 
 def test_a_rest_is_not_asked_about_and_told_as_a_whole() -> None:
-    policy = Resting(20)
+    policy = Resting(40)
     controller = make(policy)
     scheduler = Scheduler(controller, 3)
-    directives = [scheduler.step() for _ in range(21)]
+    directives = [scheduler.step() for _ in range(41)]
     assert len(policy.batches) == 1
     assert not policy.outcomes, "the first step verifies nothing, and of the others nothing is told yet"
     assert all(directive.lengths == {"r0": 0, "r1": 0, "r2": 0} for directive in directives)
-    assert [place for place, directive in enumerate(directives) if directive.is_timed] == [0, 1, 2, 3, 4, 16, 17]
+    assert [place for place, directive in enumerate(directives) if directive.is_timed] == [0, 1, 2, 3, 4, 32, 33]
     assert len({id(directive) for directive in directives if not directive.is_timed}) == 1, "nothing is made for them"
     # Now the policy is asked, and before that it is told.
     directive = scheduler.step()
-    assert policy.events == ["plan", *["observe"] * 20, "plan", "observe"]
+    assert policy.events == ["plan", *["observe"] * 40, "plan", "observe"]
     assert directive.lengths == {"r0": 2, "r1": 2, "r2": 2}
-    assert [piece.first + len(piece.tokens) for piece in directive.catch_up] == [26, 27, 28]
-    for outcome in policy.outcomes[:20]:
+    assert [piece.first + len(piece.tokens) for piece in directive.catch_up] == [46, 47, 48]
+    for outcome in policy.outcomes[:40]:
         assert outcome.slots.tolist() == [0, 1, 2]
         assert outcome.drafted.tolist() == outcome.accepted.tolist() == [0, 0, 0]
         assert (outcome.num_decoding, outcome.num_sequences, outcome.num_plain_tokens) == (3, 3, 3)
         assert outcome.verify_s == pytest.approx(0.01)
     meter = controller.meter
-    assert [meter[name] for name in ("num_steps", "num_off_steps", "num_plans")] == [22, 21, 2]
-    assert meter.lengths[:3] == [63, 0, 3]
-    assert meter["verify_s"] == pytest.approx(0.21)
+    assert [meter[name] for name in ("num_steps", "num_off_steps", "num_plans")] == [42, 41, 2]
+    assert meter.lengths[:3] == [123, 0, 3]
+    assert meter["verify_s"] == pytest.approx(0.41)
 
 
 def test_no_rest_is_longer_than_any() -> None:

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from vllm_virtual import PAIRS, TOKENS, Costs, VirtualVLLM, tokens_per_s
 
-SEEDS = range(3)
+SEEDS = range(6)
 
 
 @cache

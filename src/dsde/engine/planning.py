@@ -110,9 +110,7 @@ class Planner:
         # Everybody will have a token more.
         return self._view(decodes, np.maximum(_rooms(decodes) - 1, 0), len(decodes), 0)
 
-    def _view(
-        self, chosen: list[Sequence], rooms: IntArray, num_decoding: int, num_prompt_tokens: int
-    ) -> BatchView:
+    def _view(self, chosen: list[Sequence], rooms: IntArray, num_decoding: int, num_prompt_tokens: int) -> BatchView:
         return BatchView(
             slots=np.array([s.slot for s in chosen], dtype=np.int64),
             rooms=rooms,

@@ -22,6 +22,7 @@ from dsde.policies.menu import Menu
 from dsde.policies.price import find_prices
 from dsde.policies.probe import Probe
 from dsde.policies.recheck import Recheck
+from dsde.policies.steadiness import Steadiness
 from dsde.policies.verifications import size_of_batch
 
 NUM_TRIED = 2
@@ -38,8 +39,15 @@ PATIENCE = 3
 """drafts that were planned although they do not seem to pay, before everybody stops: what one step took may be an
 accident, and whoever begins again has to read what the draft missed"""
 LEAST_GAIN = 0.03
-"""of a step's tokens, that drafts must seem to bring before anybody begins: what is compared is not known better than
-that, and requests that draft end at different times, the last of them by themselves"""
+"""of a step's tokens, that drafts must seem to bring before anybody begins, beyond what steps without drafts vary by:
+what is compared is not known better than that, and requests that draft end at different times, the last of them by
+themselves"""
+HOPE = 0.5
+"""of the tokens that do not stand, that might: if drafts would not pay even then, looking again is hardly worth it"""
+LOST_HOPE = 0.7
+"""share that is left of what is set aside for looking again, behind a look after which it hardly is"""
+LEAST_HOPE = 0.5
+"""the least that is left of it"""
 CLEAR_LOSS = 0.15
 """of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
 SAME = 0.1
@@ -61,6 +69,8 @@ class _Choice:
     """that such a step takes"""
     rate_off: float
     """tokens per second of a step without drafts"""
+    least_gain: float
+    """share of these that drafts must bring before anybody begins"""
 
 
 @dataclass(slots=True)
@@ -115,6 +125,9 @@ class Auto(Policy):
         self._reach = min(FIRST_REACH, max)
         self._probe = Probe(self.cost, max, self._lifespan)
         self._recheck = Recheck()
+        self._steadiness = Steadiness()
+        self._hope = 1.0
+        """share of what is usual that is set aside for looking again"""
         self._menu = Menu(max)
         self._current: _Draft | None = None
         self._next: _Draft | None = None
@@ -252,6 +265,7 @@ class Auto(Policy):
 
     def _learn_from(self, outcome: Outcome, draft: _Draft) -> None:
         thought_s = self._plain_s(outcome)
+        is_known = self.cost.num_verified(outcome.num_plain_tokens) > 0
         step = self.cost.observe(outcome)
         if not self.cost.is_below(draft.batch.num_sequences):
             self._num_blind = 0
@@ -260,14 +274,17 @@ class Auto(Policy):
         self._lifespan.observe(outcome)
         if draft.is_probing:
             self._probe.end(step, plain_s, outcome.is_resumed)
+            self._hope = max(LOST_HOPE * self._hope, LEAST_HOPE)  # until the next plan, if there is any
         self._num_doubtful = self._num_doubtful + 1 if draft.is_doubtful else 0
         self._foregone_s = self._foregone_s + outcome.num_steps * draft.foregone_s if draft.foregone_s else 0.0
         kept = math.exp(-outcome.num_steps / GAIN_MEMORY)
         if not outcome.drafted.any() and not outcome.num_draft_passes:
             # Before what is believed costs much it is looked at once more, and again.
-            self._probe.save(outcome.num_steps * (plain_s + URGENCY * draft.foregone_s))
+            self._probe.save(outcome.num_steps * (self._hope * plain_s + URGENCY * draft.foregone_s))
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
             if outcome.verify_s > 0 and not outcome.num_prompt_tokens:
+                if is_known:
+                    self._steadiness.observe(outcome.verify_s / thought_s, outcome.num_steps)
                 is_as_thought = abs(outcome.verify_s - thought_s) <= SAME * thought_s
                 self._recheck.end(outcome.num_sequences, is_as_thought)
             return
@@ -310,8 +327,10 @@ class Auto(Policy):
         # batch of this size: nobody knows what so many tokens cost.
         known = (2 * self.cost.most_verified - batch.num_sequences) // max(batch.num_sequences, 1)
         lengths = np.where(chosen > 0, np.minimum(2 * chosen + 2, min(self._reach, max(known, FIRST_REACH))), 0)
+        if pays or is_blind or self._is_hopeful(batch, outlooks):
+            self._hope = 1.0
         can_look = not self._probe.is_under_way or self._probe.is_due(batch)
-        is_probing = not pays and not is_blind and can_look and self._probe.begin(batch, NUM_TRIED)
+        is_probing = not pays and not is_blind and can_look and self._probe.begin(batch, NUM_TRIED, self._hope)
         if is_probing:
             lengths = self._probe.lengths
         else:
@@ -334,7 +353,7 @@ class Auto(Policy):
         )
         if not (pays or is_probing or is_blind or self._probe.is_under_way):
             plain_s = float(self.cost.verify_s(batch.num_sequences))
-            plan.num_resting = self._probe.num_steps_left(plain_s + URGENCY * foregone_s)
+            plan.num_resting = self._probe.num_steps_left(self._hope * plain_s + URGENCY * foregone_s)
             if foregone_s:
                 plan.num_resting = min(plan.num_resting, int(self._missing_s(batch) / foregone_s))
         if pays:
@@ -373,8 +392,15 @@ class Auto(Policy):
             return True, 0.0
         return False, batch.num_sequences * self._saved_s(choice)
 
+    def _is_hopeful(self, batch: BatchView, outlooks: FloatArray) -> bool:
+        """Whether drafts would pay if clearly more of them stood than is known of; or nobody knows what they take."""
+        if self.cost.num_drafts < NUM_TRIED:
+            return True
+        choice = self._choose(batch, np.minimum(outlooks + HOPE * (1 - outlooks), HIGHEST))
+        return self._seems_to_pay(choice)
+
     def _seems_to_pay(self, choice: _Choice) -> bool:
-        least = choice.rate_off * (1.0 if self._drafts else 1 + LEAST_GAIN)
+        least = choice.rate_off * (1.0 if self._drafts else 1 + choice.least_gain)
         return choice.rate * self._gain > least and bool(choice.lengths.any())
 
     def _saved_s(self, choice: _Choice) -> float:
@@ -412,7 +438,8 @@ class Auto(Policy):
         rate_off = num_base / float(self.cost.verify_s(num_base))
         lengths = np.full(kinds.size, last + 1) if one_length else self._menu.lengths(kinds, level, last + 1)
         lengths = np.minimum(lengths, batch.rooms)
-        return _Choice(lengths, float(rates[level, last]), float(seconds[level, last]), rate_off)
+        least_gain = LEAST_GAIN + self._steadiness.spread
+        return _Choice(lengths, float(rates[level, last]), float(seconds[level, last]), rate_off, least_gain)
 
 
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:

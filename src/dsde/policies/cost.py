@@ -288,10 +288,13 @@ class CostModel:
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
-        if self._num_idle > LONGEST_IDLE:
+        is_new, before_s = self._num_idle > LONGEST_IDLE, float(self._draft.seconds(batch_size))
+        if is_new:
             self._draft.renew(batch_size)
         self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
+        if is_new:
+            self._draft.follow(batch_size, before_s)
 
     def _split(self, outcome: Outcome) -> StepCost:
         verify_s = limit(outcome.verify_s, float(self.verify_s(_num_verified(outcome))))

@@ -26,6 +26,8 @@ LONGEST_PAUSE = 512
 """measurements elsewhere after which a new one of a bucket replaces the old ones instead of joining them"""
 WOBBLE = 0.005
 """share by which a bucket may have moved before seconds are worked out again"""
+LEAST_CHANGE = 1.25
+"""ratio that is more than sizes taken for one another differ by, and what else varies"""
 KNEE = 256.0
 """tokens up to which a verification is taken to cost the same: below it, reading the weights is what takes time"""
 
@@ -113,6 +115,17 @@ class Curve:
             self._held[index, 0] = self._held[index, (num_seen - 1) % NUM_HELD]
             self._num_seen[index] = 1
             self._is_stale = True
+
+    def follow(self, size: float, before_s: float) -> None:
+        """About this size took `before_s` when others were last measured, too: where it is clearly otherwise by now,
+        so are they."""
+        after_s = float(self.seconds(size))
+        if not before_s > 0 or 1 / LEAST_CHANGE <= after_s / before_s <= LEAST_CHANGE:
+            return
+        others = np.arange(NUM_BUCKETS) != _bucket(size)
+        self._held[others] *= after_s / before_s
+        self._ratios[others] *= after_s / before_s
+        self._is_stale = True
 
     def go_by(self, nearest: Curve | None, others: list[Curve]) -> None:
         """Where nothing, or nothing so small, has been measured here."""

@@ -28,7 +28,7 @@ NUM_PER_PARDON = 8
 """probes after which there may be another such one"""
 MOST_OWED = 512.0
 """steps without drafts: a machine may have slept meanwhile"""
-LONGEST_REST = 64
+LONGEST_REST = 256
 """steps without drafts, known to be such beforehand"""
 NUM_TOKENS = 4
 """drafted in a probe, over the batch"""
@@ -66,9 +66,13 @@ class Probe:
         """tokens that were last to be verified on credit, and how often they had been"""
         self._num_futile = 0
         """such looks, one after the other, that verified nothing: a draft may find nothing to propose"""
+        self._share = 1.0
+        """of what is usual, that newcomers bring"""
         self._saved_s = 0.0
         self._expected_s = 0.0
         """that the draft last thought of will take"""
+        self._last_s = 0.0
+        """that the last one took"""
         self._num_pardons = float(MOST_PARDONS)
         """that are left"""
         self._price_s = 0.0
@@ -83,12 +87,14 @@ class Probe:
         """Whether another look follows on the last one, which need not have ended."""
         return self._num_due > 0 and np.array_equal(self._due_slots, batch.slots)
 
-    def begin(self, batch: BatchView, num_tried: int = 0) -> bool:
+    def begin(self, batch: BatchView, num_tried: int = 0, share: float = 1.0) -> bool:
         """Whether enough time is set aside for a short draft, as if nothing of it were accepted.
 
         What one token of everybody costs is tried on credit until it was drafted and verified `num_tried` times: what
-        is thought of it may be wrong. Not so if the draft has much to read first.
+        is thought of it may be wrong. Not so if the draft has much to read first. Those who are new bring `share` of
+        what they would.
         """
+        self._share = share
         if self.is_due(batch):
             self.lengths = np.minimum(self.lengths, batch.rooms)
             self._num_due -= 1
@@ -168,11 +174,12 @@ class Probe:
             more_s = self._expected_s
         self._num_pardons = min(self._num_pardons + 1 / NUM_PER_PARDON, MOST_PARDONS)
         paid_s = max(self._saved_s - max(more_s + step.beyond_s, 0.0), -MOST_OWED * plain_s)
-        least_s = min(-2 * self._expected_s, self._saved_s)
+        # What the last one took, too, is no accident.
+        least_s = min(-2 * max(self._expected_s, self._last_s), self._saved_s)
         if paid_s < least_s and self._num_pardons >= 1:
             self._num_pardons -= 1
             paid_s = least_s
-        self._saved_s = paid_s
+        self._saved_s, self._last_s = paid_s, more_s + step.beyond_s
         self._num_ended += 1
         self._num_open = max(self._num_open - 1, 0)
 
@@ -189,7 +196,7 @@ class Probe:
             num = batch.slots.size
             step_s = float(self.cost.verify_s(batch.num_sequences))
             most_s = SHARE * step_s * float(lifespan.num_left(batch)[is_new].sum()) / num
-            self._saved_s += min(np.count_nonzero(is_new) / num**1.5 * self._price_s, most_s)
+            self._saved_s += self._share * min(np.count_nonzero(is_new) / num**1.5 * self._price_s, most_s)
 
     def _choose(self, batch: BatchView, most_s: float) -> None:
         """A token of everybody, or a few of few, where much would have to be read first: those with the least to catch

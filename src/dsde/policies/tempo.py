@@ -7,10 +7,10 @@ Knows nothing of sizes, passes or policies.
 
 from __future__ import annotations
 
+from dsde.policies.curve import LEAST_CHANGE
+
 NUM_ALIKE = 4
 """steps in a row, all slower than known or all faster, that are no accident"""
-LEAST_CHANGE = 1.25
-"""ratio that is a change of the machine: more than sizes that are taken for one another differ by"""
 
 
 class Tempo:

@@ -15,11 +15,11 @@ import numpy as np
 from dsde.integrations.vllm.messages import Directive
 from dsde.policies import BatchView, Outcome
 
-LONGEST_REST = 64
+LONGEST_REST = 128
 """steps after which the policy is asked again, even if it wants nothing"""
 NUM_TIMED = 4
 """first steps of a rest that are measured on the device; it may end soon"""
-STEPS_PER_TIMED = 16
+STEPS_PER_TIMED = 32
 """of those after them, of which one is: together with the one before, whose end is its beginning"""
 LEAST_MEASURED = 2
 """steps of a longer rest that tell what one takes: some may still be under way when it ends"""

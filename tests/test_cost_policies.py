@@ -1380,29 +1380,3 @@ def test_after_a_pause_what_few_take_tells_what_many_do(factor: float, follows: 
     model.observe(outcome_of([0, 1], [1] * 2, [0] * 2, draft_s=factor * 1e-3, verify_s=5e-3))
     assert model.draft_s(64.0) == pytest.approx(factor * 1e-3 if follows else 1e-3, rel=0.05)
     assert model.draft_s(2.0) == pytest.approx(min(factor, 1.0) * 1e-3, rel=0.05)
-
-
-def test_what_a_draft_takes_once_is_not_kept_from_a_bad_time() -> None:
-    """Looks all have one length, which does not tell what a draft takes beside its passes: what was measured when the
-    host was slow must not stand for what short drafts take, or nobody tries any."""
-    model = CostModel()
-
-    def draft(length: int, draft_s: float) -> None:
-        model.observe(outcome_of([0], [length], [0], draft_s=draft_s, verify_s=1e-3))
-
-    for number in range(64):
-        length = 1 + number % 4
-        draft(length, 0.6e-3 + 0.5e-3 * length)
-    assert model.start_s == pytest.approx(0.6e-3, rel=0.05)
-    for _ in range(4):
-        for _ in range(20):
-            model.observe(outcome_of([0], [0], [0], verify_s=1e-3))
-        draft(4, 0.1e-3 + 0.5e-3 * 4)
-    assert model.start_s < 0.15e-3
-    assert model.drafting_s(1, 1) == pytest.approx(0.6e-3, rel=0.1)
-    assert model.drafting_s(4, 4) == pytest.approx(2.1e-3, rel=0.05)
-    # Nor is it forgotten that there is something while drafts go on.
-    for number in range(64):
-        length = 1 + number % 4
-        draft(length, 0.3e-3 + 0.5e-3 * length)
-    assert model.start_s == pytest.approx(0.3e-3, rel=0.05)

@@ -291,7 +291,6 @@ class CostModel:
         is_new, before_s = self._num_idle > LONGEST_IDLE, float(self._draft.seconds(batch_size))
         if is_new:
             self._draft.renew(batch_size)
-            self._start.renew(draft_s - num_passes * before_s)
         self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
         if is_new:

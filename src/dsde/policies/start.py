@@ -35,13 +35,6 @@ class Start:
             self._fit(size)
         self.seconds = min(self.seconds, seconds / 2)
 
-    def renew(self, most_s: float) -> None:
-        """The newest draft, the first for long, took no more than this beside its passes, if these took what they did
-        before: what was seen until then counts no longer. A guess on the dear side would not be put right as long as
-        all drafts have one length."""
-        self.seconds = min(self.seconds, max(most_s, 0.0))
-        self._num_seen = 0
-
     def scale(self, factor: float) -> None:
         """As of a curve."""
         self._held[:, 2] *= factor

@@ -5,7 +5,8 @@
 Every group of prompts runs until an engine meets no new shapes of passes any more, six times at most: graphs are
 captured and prompts cached by then, so that what is measured is decoding. Then policies take turns, back and forth, and
 the fastest of `--rounds` turns counts. A turn that met a new shape all the same, which takes tens of milliseconds once
-in an engine's life, is taken again, twice at most. `cold` counts the steps of a turn that were still so. Under each
+in an engine's life, is taken again, and so is one that began or ended in a slow time of the host (`host_pace.py`), four
+times at most. `cold` counts the steps of a turn that were still so, `slow` says whether the host was. Under each
 table `auto` is compared with the best static length of every category and with the best for all of them, and with
 `off`, within each round; printed are means over rounds with their 95 % interval. Everything measured so far is in
 `--out` after every category.
@@ -26,13 +27,14 @@ import numpy as np
 import torch
 
 from cores import keep_to_cores
+from host_pace import Watch
 from intervals import half_width
 from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, policy_names, speed_ratio, whole
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 MOST_WARM_UPS = 6
-MOST_TRIES = 3
+MOST_TRIES = 5
 Turn = tuple[float, list[list[int]], Row]
 """seconds, answers, and what was counted"""
 
@@ -72,13 +74,15 @@ def timed(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams
     return seconds, answers, {name: value - before[name] for name, value in counts(llm).items()}
 
 
-def settled(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams) -> Turn:
-    """A turn that met no new shapes, if it can be had."""
+def settled(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams, watch: Watch) -> Turn:
+    """A turn that met no new shapes, and no slow time, if it can be had."""
     if torch.cuda.is_available():
         keep_to_cores()
     for _ in range(MOST_TRIES):
+        is_slow = watch.is_slow()
         turn = timed(llm, prompts, batch, params)
-        if not turn[2]["num_cold_steps"]:
+        turn[2]["slow"] = is_slow or watch.is_slow()
+        if not turn[2]["num_cold_steps"] and not turn[2]["slow"]:
             break
     return turn
 
@@ -96,7 +100,7 @@ def counts(llm: LLM) -> Row:
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    began = time.perf_counter()
+    began, watch = time.perf_counter(), Watch()
     base = LLM(
         options.target,
         options.draft,
@@ -128,7 +132,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
             rounds: dict[str, list[Turn]] = {policy: [] for policy in engines}
             for number in range(options.rounds):
                 for policy in list(engines)[:: -1 if number % 2 else 1]:
-                    rounds[policy].append(settled(engines[policy], prompts, batch, params))
+                    rounds[policy].append(settled(engines[policy], prompts, batch, params, watch))
             baseline: list[list[int]] = []
             for policy, turns in rounds.items():
                 seconds, answers, added = min(turns, key=lambda turn: turn[0])
@@ -167,7 +171,7 @@ def line_of(row: Row) -> str:
     return (
         f"batch {row['batch']:3} {row['category']:16}{row['policy']:12}{row['tokens_per_s']:9.1f} tokens/s  accepted "
         f"{rate:>5}  emitted {row['emitted_per_step']:.2f}  equal answers {row['answers_as_first_policy']:.2f}  "
-        f"cold {row['num_cold_steps']}"
+        f"cold {row['num_cold_steps']}{' slow' * row['slow']}"
     )
 
 

@@ -7,8 +7,9 @@ Decoding is measured from the step with which the last request has its first tok
 measures comes first, and of the others the fastest counts. Every engine of vLLM is a process of its own; policies of
 the plugin share one, since they can be changed while it runs. `--together` so many engines start at the same time and
 share the GPU, and then measure one at a time, in turns, and on the same cores of the host: what is compared is measured
-side by side. vLLM without speculation is measured in every such group, as `off@2` in the second. vLLM's table is made
-of what the fixed lengths of earlier groups measured, so it comes last: the best of them for every batch.
+side by side. Where the host decides, turns between which it became faster or slower are told from others
+(`host_pace.py`). vLLM without speculation is measured in every such group, as `off@2` in the second. vLLM's table is
+made of what the fixed lengths of earlier groups measured, so it comes last: the best of them for every batch.
 
 Everything measured is in `--out` after every round, with what a policy has learnt of costs by then; a second run with
 the same file goes on where the first stopped.
@@ -128,13 +129,16 @@ class Engine:
         """Round 0 is there to warm up and, for a policy, to learn. From a call that is so much deeper than it must be:
         programs differ in that, and for vLLM it is not the same."""
         meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}
-        before = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
-        from cores import keep_to_cores  # not at the top, where an engine's process does not see it yet
+        counted = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
+        from cores import keep_to_cores  # not at the top, where an engine's process does not see them yet
+        from host_pace import pace_ms
 
         cores = keep_to_cores() if self.has_gpu else []
-        found = call_deeper(depth, lambda: self._generate(batch, tokens, number)) | {"cores": cores}
-        found |= {f"plugin_{name}": meter[name] - before[name] for name in before}
-        if before:
+        before_ms = pace_ms()
+        found = call_deeper(depth, lambda: self._generate(batch, tokens, number))
+        found |= {"cores": cores, "number": number, "host_ms": [before_ms, pace_ms()]}
+        found |= {f"plugin_{name}": meter[name] - counted[name] for name in counted}
+        if counted:
             policy = self.controllers[variant.removeprefix("plugin:")].policy
             found["learnt"] = [cost.to_dict() for cost in policy.cost_models]
         return found
@@ -262,7 +266,7 @@ class Bench:
         self.report: Row = {"command": " ".join(sys.argv[1:]), "machines": [], "cells": [], "engines": []}
         if options.out and options.out.exists():
             self.report |= json.loads(options.out.read_text())
-            if any("seconds" not in found for row in self.report["cells"] for found in row["rounds"]):
+            if any("host_ms" not in found for row in self.report["cells"] for found in row["rounds"]):
                 sys.exit(f"{options.out} is of an older version, which measured otherwise: choose another file")
         self.memory_used = gpu_memory_used()
         self._write_models(folder)
@@ -508,6 +512,7 @@ class Bench:
                 there = [[cells[one, batch] for one in others if (one, batch) in cells] for batch in batches]
                 mine = [cells.get((variant, batch)) for batch in batches]
                 compared = {name: ratio, f"{name}, mean of rounds": mean_ratio}
+                compared[f"{name}, host as fast"] = alike_ratio
                 if others == [policy]:
                     compared[f"{name}, seconds of a step"] = step_ratio
                 for label, compare in compared.items():
@@ -544,6 +549,25 @@ def mean_ratio(mine: Row | None, others: list[Row]) -> str:
     speeds = [list(map(speed_of, row["rounds"])) for row in (best, mine)]
     ratios = [ours / theirs for theirs, ours in zip(*speeds, strict=True)]
     return f"{sum(ratios) / len(ratios):.2f} ± {half_width(ratios):.2f}"
+
+
+def alike_ratio(mine: Row | None, others: list[Row]) -> str:
+    """To the best of them, in pairs of turns of one round between and during which the host was as fast, with the 95 %
+    interval of the mean and the number of pairs."""
+    if mine is None or not others:
+        return "-"
+    best = max(others, key=lambda row: float(row["tokens_per_s"]))
+    from host_pace import is_alike
+    from intervals import half_width
+
+    ratios = [
+        speed_of(ours) / speed_of(theirs)
+        for ours, theirs in itertools.product(mine["rounds"], best["rounds"])
+        if ours["number"] == theirs["number"] and is_alike(ours["host_ms"], theirs["host_ms"])
+    ]
+    if mine["group"] != best["group"] or len(ratios) < 2:
+        return "-"
+    return f"{sum(ratios) / len(ratios):.3f} ± {half_width(ratios):.3f} ({len(ratios)})"
 
 
 def step_ratio(mine: Row | None, others: list[Row]) -> str:

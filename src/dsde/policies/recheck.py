@@ -12,7 +12,7 @@ from dsde.policies.verifications import size_of_batch
 
 FIRST = 12
 """drafts until the first time, and until the next one if nothing came of that"""
-LAST = 256
+LAST = 1024
 """drafts between any two in the long run"""
 LONGER = 4
 """times as long a wait, if it was as thought, or nothing comes of it again"""

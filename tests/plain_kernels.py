@@ -221,7 +221,9 @@ def decide(
         is_fixed = False
         if kind == Kind.WORTH:
             is_fixed = bound == math.inf
-            odds = bound + weights[0] * math.sqrt(entropy) + weights[1] * top_prob + weights[2] * margin
+            sure = min(max(top_prob, 0.05), 0.999)
+            odds = bound + weights[0] * math.sqrt(entropy) + weights[1] * math.log(sure / (1 - sure))
+            odds += weights[2] * margin
             stands *= 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
             is_kept = is_fixed or stands >= keep_above
         else:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dsde.core.stops import make_looks
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
 from dsde.policies.auto import LEAST_GAIN, LEAST_HOPE, _Choice
@@ -51,7 +52,7 @@ def draft_and_test(
     """Four tokens for everybody, whose chances follow from the weights and a number of their own."""
     for _ in range(steps):
         signals = np.stack((rng.gamma(1.0, 1.5, 4 * own.size), rng.random(4 * own.size), rng.random(4 * own.size)), 1)
-        looks = np.column_stack((np.ones(len(signals)), np.sqrt(signals[:, 0]), signals[:, 1:]))
+        looks = np.column_stack((np.ones(len(signals)), make_looks(signals)))
         stands = (rng.random(len(signals)) < sigmoid(looks @ weights + np.repeat(own, 4))).reshape(-1, 4)
         accepted = np.minimum.accumulate(stands, axis=1).sum(axis=1)
         model.observe(outcome([4] * own.size, accepted.tolist(), signals))
@@ -62,7 +63,7 @@ def test_chances_are_learnt_from_what_was_tested() -> None:
     weights = np.array([2.0, -1.5, 0.5, 1.0])
     draft_and_test(model, rng, weights, np.zeros(16), 300)
     signals = np.stack((rng.gamma(1.0, 1.5, 500), rng.random(500), rng.random(500)), 1)
-    looks = np.column_stack((np.sqrt(signals[:, 0]), signals[:, 1:]))
+    looks = make_looks(signals)
     learnt = sigmoid(model.offsets(model.outlooks(np.array([40]))[0]) + looks @ model.weights[2:])
     assert np.abs(learnt - sigmoid(weights[0] + looks @ weights[1:])).mean() < 0.03
 

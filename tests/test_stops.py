@@ -156,7 +156,8 @@ def drafts_by_worth(batch: list[Sequence], lengths: list[int], stop: StopByWorth
         would: list[int] = []
         for i in active:
             probs = distribution(DRAFT, batch[i].tokens + drafts[i])
-            looks = [math.sqrt(entropy(probs, [])), float(probs.max()), margin(probs, [])]
+            sure = min(max(float(probs.max()), 0.05), 0.999)
+            looks = [math.sqrt(entropy(probs, [])), math.log(sure / (1 - sure)), margin(probs, [])]
             odds = stop.offsets[i] + sum(w * x for w, x in zip(stop.weights, looks, strict=True))
             survival[i] *= 1 / (1 + math.exp(-odds))
             keep_above = stop.keep_above + (stop.dearer if len(drafts[i]) >= longest else 0)

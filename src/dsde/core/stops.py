@@ -33,6 +33,21 @@ SIGNALS = tuple(Signal)
 """the order in which they are kept wherever there are all of them"""
 
 
+LEAST_TOP_PROB, MOST_TOP_PROB = 0.05, 0.999
+"""beyond which a draft is as unsure, or as sure, as can be told apart"""
+
+
+def make_looks(signals: FloatArray) -> FloatArray:
+    """[positions, 3] of signals [positions, 3]: what log-odds to be accepted are about linear in. The root of the
+    entropy, the draft's own log-odds of its likeliest token, and the margin."""
+    looks = np.empty_like(signals)
+    sure = np.minimum(np.maximum(signals[:, 1], LEAST_TOP_PROB), MOST_TOP_PROB)
+    looks[:, 0] = np.sqrt(signals[:, 0])
+    looks[:, 1] = np.log(sure / (1 - sure))
+    looks[:, 2] = signals[:, 2]
+    return looks
+
+
 class TokenSignal(Enum):
     """Of the token that was drawn, under the same distribution."""
 
@@ -68,9 +83,9 @@ class StopByWorth:
     """Stop where the next token would not earn what it costs.
 
     A token is worth the chance that the whole draft stands up to and including it: the product, along the draft, of
-    each position's chance to be accepted, whose log-odds are `offsets` plus `weights` times (square root of the
-    entropy, top probability, margin). All three are of the draft's distribution, so a token that is not drawn for what
-    it is worth was never looked at.
+    each position's chance to be accepted, whose log-odds are `offsets` plus `weights` times what `make_looks` makes of
+    its signals. These are of the draft's distribution, so a token that is not drawn for what it is worth was never
+    looked at.
     """
 
     weights: FloatArray
@@ -100,8 +115,7 @@ class StopByWorth:
     def survivals(self, rows: IntArray, before: FloatArray, signals: FloatArray) -> FloatArray:
         """[rows] chance that a draft stands up to and including a position with these `signals` [rows, 3], given that
         up to the one `before` it."""
-        roots = np.sqrt(signals[:, 0])
-        looks = np.stack((roots, signals[:, 1], signals[:, 2]), axis=1) @ self.weights
+        looks = make_looks(signals) @ self.weights
         chances: FloatArray = np.exp(-np.logaddexp(0.0, -(self.offsets[rows] + looks)))
         return before * chances
 

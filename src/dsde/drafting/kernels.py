@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsde.core.stops import LEAST_TOP_PROB, MOST_TOP_PROB
 from dsde.device.launch import programmatic_launch
 from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
@@ -26,6 +27,8 @@ _WORTH = tl.constexpr(int(Kind.WORTH))
 _KEPT = tl.constexpr(int(Decision.KEPT))
 _GOES_ON = tl.constexpr(int(Decision.GOES_ON))
 _SMALLEST_PROB = tl.constexpr(SMALLEST_PROB)
+_LEAST_TOP_PROB = tl.constexpr(LEAST_TOP_PROB)
+_MOST_TOP_PROB = tl.constexpr(MOST_TOP_PROB)
 
 
 def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, table_width: int) -> None:
@@ -151,7 +154,8 @@ def _decide_kernel(
     value = tl.where(look == 3, token_prob, tl.where(look == 4, log_prob, value))
     sign = tl.load(rule_numbers + 6)
     is_beyond = sign * value > sign * bound
-    looks = tl.load(rule_numbers) * tl.sqrt(entropy) + tl.load(rule_numbers + 1) * top_prob
+    sure = tl.minimum(tl.maximum(top_prob, _LEAST_TOP_PROB), _MOST_TOP_PROB)
+    looks = tl.load(rule_numbers) * tl.sqrt(entropy) + tl.load(rule_numbers + 1) * tl.log(sure / (1.0 - sure))
     looks += tl.load(rule_numbers + 2) * margin
     by_worth = kind == _WORTH
     is_fixed = by_worth & (bound == float("inf"))

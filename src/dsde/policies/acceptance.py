@@ -4,9 +4,9 @@ Of a sequence there is its *outlook*: the chance of a position that nobody has l
 drawn towards everybody's rate while little is known. How far back one should look depends on what is being written, so
 several memories are kept, and those that foretold best lately count. Of a position that has been looked at there is a
 logistic regression, shared by all requests and never finished: its log-odds are linear in what the draft's distribution
-looks like there (square root of the entropy, top probability, margin) and in the log-odds of the sequence's outlook. So
-it is learnt, too, how much history still says beside the signals. Only positions up to the first rejection are learnt
-from; those behind it were never tested. Knows nothing of costs.
+looks like there (`make_looks`: root of the entropy, log-odds of the top probability, margin) and in the log-odds of the
+sequence's outlook. So it is learnt, too, how much history still says beside the signals. Only positions up to the first
+rejection are learnt from; those behind it were never tested. Knows nothing of costs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dsde.core.stops import make_looks
 from dsde.policies.base import FloatArray, IntArray, Outcome
 from dsde.policies.slots import SlotTable
 
 NUM_LOOKS = 3
-PRIOR_WEIGHTS = np.array([-0.35, 1.0, -1.0, 1.0, 3.0])
-"""constant, history, root of the entropy, top probability, margin: sure drafts are accepted, others as by a coin"""
+PRIOR_WEIGHTS = np.array([-0.2, 0.7, -0.3, 0.7, 0.5])
+"""constant, history, and what looks are: sure drafts are accepted, others as by a coin"""
 PRIOR_PRECISION = 1.0
 """of each of them: worth about ten tokens"""
 FARTHEST = 1.0
@@ -171,8 +172,7 @@ class AcceptanceModel:
         looks = np.empty((stood.size, 2 + NUM_LOOKS))
         looks[:, 0] = 1.0
         looks[:, 1] = history[owners]
-        looks[:, 2] = np.sqrt(signals[:, 0])
-        looks[:, 3:] = signals[:, 1:]
+        looks[:, 2:] = make_looks(signals)
         chances = 1 / (1 + np.exp(-(looks @ self.weights)))
         missing, doubts = stood - chances, chances * (1 - chances)
         kept = math.exp(-missing.size / MEMORY)

@@ -22,7 +22,7 @@ def waits(recheck: Recheck, num_sequences: int, *found: bool | None) -> list[int
 
 def test_ever_more_rarely_and_for_every_size_by_itself() -> None:
     recheck = Recheck()
-    assert waits(recheck, 8, True, True, True, True, True) == [FIRST, LONGER * FIRST, 192, LAST, LAST]
+    assert waits(recheck, 8, True, True, True, True, True) == [FIRST, LONGER * FIRST, 192, 768, LAST]
     assert waits(recheck, 5, True) == [LAST], "of five to eight it is the same"
     assert waits(recheck, 9, True) == waits(recheck, 1, True) == [FIRST]
 
@@ -33,7 +33,7 @@ def test_soon_again_if_it_is_otherwise_than_was_thought() -> None:
 
 def test_what_was_not_measured_is_tried_again() -> None:
     """But not for ever: some engines measure nothing."""
-    assert waits(Recheck(), 8, *[None] * 5) == [FIRST, FIRST, LONGER * FIRST, 192, LAST]
+    assert waits(Recheck(), 8, *[None] * 5) == [FIRST, FIRST, LONGER * FIRST, 192, 768]
 
 
 def test_what_is_measured_anyway_need_not_be() -> None:

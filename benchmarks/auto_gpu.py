@@ -108,8 +108,8 @@ class Turns(Policy):
         self._planned.append((batch.slots, self.current))
         return self.current.plan(batch)
 
-    def settle(self, coming: BatchView | None = None) -> None:
-        self.current.settle(coming)
+    def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
+        self.current.settle(coming, is_pressed)
 
     def observe(self, outcome: Outcome) -> None:
         while self._planned[0][0] is not outcome.slots:

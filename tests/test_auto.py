@@ -13,7 +13,7 @@ import pytest
 from dsde.core.stops import make_looks
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
-from dsde.policies.auto import LEAST_GAIN, LEAST_HOPE, _Choice
+from dsde.policies.auto import LEAST_GAIN, LEAST_HOPE, MOST_REPEATS, _Choice
 from dsde.policies.steadiness import Steadiness
 from dsde.simulation import Costs, Line, Requests, make_stream, simulate
 from dsde.simulation.measured import MeasuredCosts
@@ -984,3 +984,44 @@ def test_where_even_much_better_drafts_would_not_pay_it_looks_less_often() -> No
     assert more[0] == pytest.approx(LEAST_HOPE * more[1])
     num_looks(0.2, 1e-3, hopeless)
     assert hopeless._hope == 1.0
+
+
+def test_under_pressure_a_plan_is_good_for_a_few_steps() -> None:
+    """And everything is learnt in the end, as if there had been time: nothing is thought of or learnt between steps."""
+    rng = np.random.default_rng(0)
+    policy = Thinking(cost=Known(MEMORY_BOUND))
+    num_tested = 0
+    for number in range(60):
+        before, num_learnt = policy.num_thoughts, len(policy._unlearnt)
+        plan = policy.plan(batch(2))
+        if number > 20:
+            assert policy.num_thoughts == before, "nobody waits for a thought"
+            assert len(policy._unlearnt) == num_learnt
+        policy.settle(is_pressed=number > 20)
+        lengths = plan.lengths
+        policy.observe(outcome(lengths.tolist(), lengths.tolist(), rng.random((int(lengths.sum()), 3)), verify_s=4e-3))
+        num_tested += int(lengths.sum())
+        if number == 20:
+            assert plan.stop is not None, "drafts pay here"
+            thoughts, tested = policy.num_thoughts, num_tested
+    # Every third time there is a new one.
+    assert policy.num_thoughts - thoughts == (59 - 20) // (MOST_REPEATS + 1)
+    policy.settle()
+    assert not policy._unlearnt
+    assert num_tested > tested
+    # Not for somebody else, nor where somebody has come.
+    policy.settle(is_pressed=True)
+    before = policy.num_thoughts
+    policy.plan(batch(3))
+    assert policy.num_thoughts == before + 1
+
+
+def test_who_rests_or_looks_is_not_repeated_under_pressure() -> None:
+    policy, rng = Thinking(), np.random.default_rng(0)
+    for _ in range(100):
+        plan = policy.plan(batch(8))
+        before = policy.num_thoughts
+        policy.settle(is_pressed=True)
+        assert policy.num_thoughts == before + (plan.num_resting == 0) or plan.stop is not None
+        for _ in range(1 + plan.num_resting):
+            policy.observe(all_rejected(plan, rng))

@@ -38,9 +38,10 @@ from dsde.drafting.draft_store import DeviceProposals, IntArray
 from dsde.drafting.foresight import Foresight
 from dsde.drafting.referee import Referee
 from dsde.drafting.ruling import ruling_sizes
+from dsde.engine.clock import Timing
 from dsde.engine.device_executor import DeviceExecutor, _Verification
 from dsde.engine.engine import Engine
-from dsde.engine.executor import HostExecutor
+from dsde.engine.executor import HostExecutor, Seconds
 from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.decoder import Decoder
@@ -954,7 +955,7 @@ class Foreseeing(Policy):
         self.coming = None
         return Plan.wanting(0, batch)
 
-    def settle(self, coming: BatchView | None = None) -> None:
+    def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
         self.coming = coming or self.coming
 
 
@@ -980,6 +981,20 @@ def test_a_policy_knows_who_is_coming_while_prompts_are_read(way: Way) -> None:
         assert coming.num_missed is not None
         assert batch.num_missed is not None
         assert (np.abs(coming.num_missed - batch.num_missed) <= 1).all()
+
+
+@pytest.mark.parametrize(("idle_s", "is_pressed"), [(0.0, False), (1e-3, True)])
+def test_a_policy_is_told_that_the_device_waits_for_the_host(way: Way, idle_s: float, is_pressed: bool) -> None:
+    """As long as it did before the last step that drafted, the first one of a request apart."""
+    way.monkeypatch.setattr(Timing, "seconds", lambda *_: Seconds(draft=1e-3, target=1e-3, idle=idle_s))
+    told: list[bool] = []
+    policy = Ruled(rule_by_worth)
+    way.monkeypatch.setattr(policy, "settle", lambda coming, is_pressed: told.append(is_pressed), raising=False)
+    engine = way.engine("close", policy)
+    for _ in range(3):  # the first times passes are cold
+        complete(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    assert told[:2] == [False, False]
+    assert told[-1] == is_pressed
 
 
 # Steps that follow on one that nobody has seen

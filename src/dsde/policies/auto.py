@@ -54,6 +54,8 @@ SAME = 0.1
 """share by which a step may take longer, or shorter, than was thought and be as thought"""
 NUM_IN_PASSING = 2
 """tokens that a draft reads beside the newest without taking longer"""
+MOST_REPEATS = 2
+"""of a plan, one after the other, where there is hardly any time to think of another"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -139,6 +141,8 @@ class Auto(Policy):
         """steps that they stand for"""
         self._num_left = 0
         """steps of a rest that ended with a request"""
+        self._num_put_off = 0
+        """times that nothing was thought of, one after the other, for lack of time"""
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
         self._drafts = False
@@ -157,12 +161,13 @@ class Auto(Policy):
             self._probe.drop()  # its step failed, or all who were in it are gone
         has_missed = self.cost.see(batch)
         has_met = self._meet(batch)
-        if not has_missed and self._rests(batch):
-            assert self._current is not None
-            self._current.plan.num_resting -= self._num_rested
-            self._current.batch = batch
-            self._count_anew()
-            return self._current.plan
+        current = self._current
+        if current is not None and not has_missed and current.fits(batch):
+            if self._rests():
+                current.plan.num_resting -= self._num_rested
+                return self._again(current, batch)
+            if self._num_put_off and not has_met and self._can_repeat():
+                return self._again(current, batch)
         num_left, self._num_left = self._num_left, 0
         if num_left and not has_met and (plan := self._rest_on(batch, num_left)) is not None:
             return plan
@@ -182,12 +187,20 @@ class Auto(Policy):
         draft.plan.lengths = np.minimum(draft.plan.lengths, batch.rooms)
         return draft.plan
 
+    def _again(self, current: _Draft, batch: BatchView) -> Plan:
+        """The current plan for another step."""
+        current.batch = batch
+        current.plan.lengths = np.minimum(current.plan.lengths, batch.rooms)
+        self._count_anew()
+        return current.plan
+
     def _count_anew(self) -> None:
         """Nothing has been seen of the plan that is handed over."""
         self._num_observed = self._num_settled = self._num_rested = 0
 
     def observe(self, outcome: Outcome) -> None:
-        self._learn()  # where nobody calls `settle`
+        if not self._num_put_off:
+            self._learn()  # where nobody calls `settle`
         if self._current is not None:
             self._unlearnt.append((outcome, self._current))
         self._num_observed += 1
@@ -195,15 +208,24 @@ class Auto(Policy):
         if self._num_observed > self._num_settled + 1:  # all rested: what was thought of before that is old
             self._drop_next()
 
-    def settle(self, coming: BatchView | None = None) -> None:
-        self._learn()
+    def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
         self._drop_next()  # made for a step that had nobody to plan for
+        if is_pressed and coming is None and self._num_put_off < MOST_REPEATS and self._can_repeat():
+            self._num_put_off += 1
+            return
+        self._num_put_off = 0
+        self._learn()
         self._num_settled = self._num_observed
         if coming is not None:
             self.cost.see(coming)
             self._next = self._draft(coming)
         elif self._current is not None and self._num_rested >= self._current.plan.num_resting:
             self._next = self._draft(self._current.batch)
+
+    def _can_repeat(self) -> bool:
+        """Whether the current plan is as good for another step: everybody drafts, and that seems to pay."""
+        current = self._current
+        return current is not None and current.plan.stop is not None and not current.is_doubtful
 
     def _meet(self, batch: BatchView) -> bool:
         """Whether somebody is new. What drafting would have saved of others is no reason to read their prompts."""
@@ -214,12 +236,9 @@ class Auto(Policy):
             self._foregone_s *= 1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0)
         return has_met
 
-    def _rests(self, batch: BatchView) -> bool:
+    def _rests(self) -> bool:
         """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
-        current = self._current
-        if current is None or not 0 < self._num_rested <= current.plan.num_resting:
-            return False
-        return current.fits(batch)
+        return self._current is not None and 0 < self._num_rested <= self._current.plan.num_resting
 
     def _rest_on(self, batch: BatchView, num_left: int) -> Plan | None:
         """The same rest for those who are left of it: requests end in any step, and a device waits for every thought.
@@ -426,7 +445,7 @@ class Auto(Policy):
     def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
         num_base = batch.num_sequences
         kinds = self._menu.kinds(outlooks)
-        one_length = batch.favours_one_length
+        one_length = batch.favours_one_length or kinds.size == 1
         counts, drafted, gains = (self._menu.totals_of_one_length if one_length else self._menu.totals)(kinds)
         packed = num_base + drafted
         # Hundreds of choices, but never more sequences in a pass than there are.

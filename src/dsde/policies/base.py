@@ -217,9 +217,10 @@ class Policy(ABC):
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 (off and static learn nothing)
         """Learn from the step just verified."""
 
-    def settle(self, coming: BatchView | None = None) -> None:  # noqa: B027
+    def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:  # noqa: B027
         """A step is under way and nobody waits for the host: time for what need not be done between two steps. May be
-        called never, or after every `plan`. With `coming` the next step will be one of that batch, about."""
+        called never, or after every `plan`. With `coming` the next step will be one of that batch, about. With
+        `is_pressed` there is hardly any time: the device has been waiting for the host."""
 
     def forget(self, slots: IntArray) -> None:  # noqa: B027
         """These sequences have ended: drop their state, the slots will be given to others."""
@@ -256,8 +257,8 @@ class Staged(Policy):
         for stage in self.stages:
             stage.observe(outcome)
 
-    def settle(self, coming: BatchView | None = None) -> None:
-        self.policy.settle(coming)
+    def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
+        self.policy.settle(coming, is_pressed)
 
     def forget(self, slots: IntArray) -> None:
         self.policy.forget(slots)

@@ -5,8 +5,8 @@
 Every group of prompts runs until an engine meets no new shapes of passes any more, six times at most: graphs are
 captured and prompts cached by then, so that what is measured is decoding. Then policies take turns, back and forth, and
 the fastest of `--rounds` turns counts. A turn that met a new shape all the same, which takes tens of milliseconds once
-in an engine's life, is taken again, and so is one that began or ended in a slow time of the host (`host_pace.py`), four
-times at most. `cold` counts the steps of a turn that were still so, `slow` says whether the host was. Under each
+in an engine's life, is taken again, and so is one that began or ended in a slow time of the host (`host_pace.py`), up to
+`--tries` times in all. `cold` counts the steps of a turn that were still so, `slow` says whether the host was. Under each
 table `auto` is compared with the best static length of every category and with the best for all of them, and with
 `off`, within each round; printed are means over rounds with their 95 % interval. Everything measured so far is in
 `--out` after every category.
@@ -34,7 +34,6 @@ from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, poli
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 MOST_WARM_UPS = 6
-MOST_TRIES = 5
 Turn = tuple[float, list[list[int]], Row]
 """seconds, answers, and what was counted"""
 
@@ -74,11 +73,13 @@ def timed(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams
     return seconds, answers, {name: value - before[name] for name, value in counts(llm).items()}
 
 
-def settled(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams, watch: Watch) -> Turn:
+def settled(
+    llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams, watch: Watch, most_tries: int
+) -> Turn:
     """A turn that met no new shapes, and no slow time, if it can be had."""
     if torch.cuda.is_available():
         keep_to_cores()
-    for _ in range(MOST_TRIES):
+    for _ in range(most_tries):
         is_slow = watch.is_slow()
         turn = timed(llm, prompts, batch, params)
         turn[2]["slow"] = is_slow or watch.is_slow()
@@ -132,7 +133,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
             rounds: dict[str, list[Turn]] = {policy: [] for policy in engines}
             for number in range(options.rounds):
                 for policy in list(engines)[:: -1 if number % 2 else 1]:
-                    rounds[policy].append(settled(engines[policy], prompts, batch, params, watch))
+                    rounds[policy].append(settled(engines[policy], prompts, batch, params, watch, options.tries))
             baseline: list[list[int]] = []
             for policy, turns in rounds.items():
                 seconds, answers, added = min(turns, key=lambda turn: turn[0])
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument("--per-category", type=int, default=4, help="at least so many questions, whatever the batch")
     parser.add_argument("--tokens", type=int, default=128, help="at most, an answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tries", type=int, default=3, help="of a turn, at most")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--kv-gib", type=int, default=8, help="KV memory of every policy")
     options = parse(parser)

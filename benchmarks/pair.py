@@ -5,9 +5,9 @@
 Every group of prompts runs until an engine meets no new shapes of passes any more, six times at most: graphs are
 captured and prompts cached by then, so that what is measured is decoding. Then policies take turns, back and forth, and
 the fastest of `--rounds` turns counts. A turn that met a new shape all the same, which takes tens of milliseconds once
-in an engine's life, is taken again, and so is one that began or ended in a slow time of the host (`host_pace.py`), up to
-`--tries` times in all. `cold` counts the steps of a turn that were still so, `slow` says whether the host was. Under each
-table `auto` is compared with the best static length of every category and with the best for all of them, and with
+in an engine's life, is taken again, and so is one that began or ended in a slow time of the host (`host_pace.py`), up
+to `--tries` times in all. `cold` counts the steps of a turn that were still so, `slow` says whether the host was. Under
+each table `auto` is compared with the best static length of every category and with the best for all of them, and with
 `off`, within each round; printed are means over rounds with their 95 % interval. Everything measured so far is in
 `--out` after every category.
 """

@@ -2,14 +2,14 @@
 
     python benchmarks/pair.py TARGET DRAFT --prompts spec_bench_question.jsonl HumanEval.jsonl.gz --out pair.json
 
-Every group of prompts runs until an engine meets no new shapes of passes any more, six times at most: graphs are
-captured and prompts cached by then, so that what is measured is decoding. Then policies take turns, back and forth, and
-the fastest of `--rounds` turns counts. A turn that met a new shape all the same, which takes tens of milliseconds once
-in an engine's life, is taken again, and so is one that began or ended in a slow time of the host (`host_pace.py`), up
-to `--tries` times in all. `cold` counts the steps of a turn that were still so, `slow` says whether the host was. Under
-each table `auto` is compared with the best static length of every category and with the best for all of them, and with
-`off`, within each round; printed are means over rounds with their 95 % interval. Everything measured so far is in
-`--out` after every category.
+Policies that choose lengths rehearse, as a server does before its first request. Then every group of prompts runs until
+an engine meets no new shapes of passes any more, six times at most: graphs are captured and prompts cached by then, so
+that what is measured is decoding. Then policies take turns, back and forth, and the fastest of `--rounds` turns counts.
+A turn that met a new shape all the same, which takes tens of milliseconds once in an engine's life, is taken again, and
+so is one that began or ended in a slow time of the host (`host_pace.py`), up to `--tries` times in all. `cold` counts
+the steps of a turn that were still so, `slow` says whether the host was. Under each table `auto` is compared with the
+best static length of every category and with the best for all of them, and with `off`, within each round; printed are
+means over rounds with their 95 % interval. Everything measured so far is in `--out` after every category.
 """
 
 from __future__ import annotations
@@ -114,8 +114,11 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         kv_cache_bytes=options.kv_gib << 30,
     )
     engines = {policy: base if policy == "off" else base.with_policy(policy) for policy in options.policies}
+    for policy, llm in engines.items():
+        if not policy.startswith(("off", "static")):  # these meet in a round all that they ever will
+            llm.warm_up()
     report["models_s"] = time.perf_counter() - began
-    print(f"models loaded in {report['models_s']:.1f} s", flush=True)
+    print(f"models ready in {report['models_s']:.1f} s", flush=True)
     params = SamplingParams(temperature=0, max_tokens=options.tokens)
     most = max(options.per_category, *options.batches)
     encoded = {

@@ -593,6 +593,30 @@ def resting(num_seqs: int) -> tuple[Auto, Plan, list[BatchView]]:
     return policy, plan, thoughts
 
 
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_steps_of_a_rest_are_learnt_from_together(ends_early: bool) -> None:
+    """When it is over, or somebody comes: a short step leaves no time to learn from it."""
+    policy, rng = Auto(), np.random.default_rng(0)
+    while (plan := policy.plan(batch(4))).num_resting < 20:
+        policy.observe(all_rejected(plan, rng))
+        policy.settle()
+    learn, learnt = policy._learn_from, []
+    policy._learn_from = lambda seen, draft: learnt.append(seen) or learn(seen, draft)  # type: ignore[func-returns-value, method-assign]
+    policy.settle()
+    learnt.clear()
+    num = 12 if ends_early else plan.num_resting + 1
+    seconds = [0.02, *np.linspace(0.01, 0.012, num - 1)]
+    for verify_s in seconds:
+        policy.observe(replace(all_rejected(plan, rng), verify_s=verify_s))
+        assert not learnt
+    if ends_early:
+        policy.plan(batch(5))
+    else:
+        policy.settle()
+    assert [outcome.num_steps for outcome in learnt] == [num]
+    assert learnt[0].verify_s == sorted(seconds)[(num - 1) // 2]
+
+
 def test_who_is_left_of_a_rest_goes_on_with_it() -> None:
     """Without another thought, for which a device would wait."""
     policy, plan, thoughts = resting(4)

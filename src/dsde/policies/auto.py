@@ -8,7 +8,10 @@ learnt while serving. Knows nothing of models, of tokens or of what is being wri
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -175,6 +178,8 @@ class Auto(Policy):
         is_expected = self._next is not None and self._next.is_probing
         if self._next is not None and ((has_missed and not is_expected) or not self._next.fits(batch)):
             self._drop_next()
+        if len(self._unlearnt) > 1:  # somebody came during a rest
+            self._learn()
         draft = self._next or self._draft(batch)
         draft.batch = batch
         self._current, self._next = draft, None
@@ -199,7 +204,7 @@ class Auto(Policy):
         self._num_observed = self._num_settled = self._num_rested = 0
 
     def observe(self, outcome: Outcome) -> None:
-        if not self._num_put_off:
+        if not self._num_put_off and not self._rests():
             self._learn()  # where nobody calls `settle`
         if self._current is not None:
             self._unlearnt.append((outcome, self._current))
@@ -278,7 +283,7 @@ class Auto(Policy):
         self._next = None
 
     def _learn(self) -> None:
-        for outcome, draft in self._unlearnt:
+        for outcome, draft in _told_together(self._unlearnt):
             self._learn_from(outcome, draft)
         self._unlearnt.clear()
 
@@ -297,7 +302,7 @@ class Auto(Policy):
         self._num_doubtful = self._num_doubtful + 1 if draft.is_doubtful else 0
         self._foregone_s = self._foregone_s + outcome.num_steps * draft.foregone_s if draft.foregone_s else 0.0
         kept = math.exp(-outcome.num_steps / GAIN_MEMORY)
-        if not outcome.drafted.any() and not outcome.num_draft_passes:
+        if not _has_drafts(outcome):
             # Before what is believed costs much it is looked at once more, and again.
             self._probe.save(outcome.num_steps * (self._hope * plain_s + URGENCY * draft.foregone_s))
             self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
@@ -464,3 +469,21 @@ class Auto(Policy):
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:
     """Expected of drafts of these lengths."""
     return float((outlooks * (1 - outlooks**lengths) / (1 - outlooks)).sum())
+
+
+def _has_drafts(outcome: Outcome) -> bool:
+    return bool(outcome.num_draft_passes or outcome.drafted.any())
+
+
+def _told_together(told: list[tuple[Outcome, _Draft]]) -> Iterator[tuple[Outcome, _Draft]]:
+    """Steps of a rest as one: nothing depends on them before it is over, and where a step is short a device would wait
+    for what is learnt of each."""
+    for _, group in groupby(told, key=lambda each: id(each[1])):
+        outcomes, drafts = zip(*group, strict=True)
+        if len(outcomes) == 1 or any(map(_has_drafts, outcomes)):
+            yield from zip(outcomes, drafts, strict=True)
+            continue
+        seconds = [outcome.verify_s for outcome in outcomes if outcome.verify_s > 0]
+        verify_s = statistics.median_low(seconds) if seconds else 0.0
+        num_steps = sum(outcome.num_steps for outcome in outcomes)
+        yield replace(outcomes[-1], verify_s=verify_s, num_steps=num_steps), drafts[-1]

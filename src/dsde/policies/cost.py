@@ -109,6 +109,8 @@ class CostModel:
         self._num_unclean = 0
         self._num_idle = 0
         """steps since a draft was last measured"""
+        self._dearer = 1.0
+        """times as long as all others, that the last look took"""
 
     @property
     def num_measured(self) -> int:
@@ -288,13 +290,22 @@ class CostModel:
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
-        is_new, before_s = self._num_idle > LONGEST_IDLE, float(self._draft.seconds(batch_size))
-        if is_new:
+        if self._num_idle > LONGEST_IDLE:
+            if self._draft.num_near(batch_size):
+                self._follow_look(draft_s / self.drafting_s(num_drafted, num_passes))
             self._draft.renew(batch_size)
         self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
-        if is_new:
-            self._draft.follow(batch_size, before_s)
+
+    def _follow_look(self, ratio: float) -> None:
+        """A draft after a pause took so many times as long as before it, and so would any other: those of more sequences
+        are not looked at, and looks of one length do not tell what a draft takes once from its passes. They take longer
+        only if two looks say so: one may have been held up."""
+        factor = min(ratio, self._dearer) if ratio > 1 else ratio
+        self._dearer = ratio / factor
+        if factor != 1.0:
+            self._draft.scale(factor)
+            self._start.scale(factor)
 
     def _split(self, outcome: Outcome) -> StepCost:
         verify_s = limit(outcome.verify_s, float(self.verify_s(_num_verified(outcome))))

@@ -54,9 +54,9 @@ class Costs:
         if not self.verify.flat_s + self.verify.each_s + self.step_s > 0:
             raise InvalidInput("verify must cost something, give flat_s above 0")
 
-    def draft_s(self, passes: IntArray, num_missed: int = 0) -> float:
+    def draft_s(self, passes: IntArray, num_missed: int = 0, is_ruled: bool = False) -> float:
         """Ragged drafting: pass j holds the sequences that take part in more than j passes, the first what they missed,
-        too."""
+        too. A rule that ends drafts costs nothing."""
         if not passes.any():
             return 0.0
         return float(self.draft.seconds_of(sizes_of_passes(passes, num_missed)).sum())
@@ -95,9 +95,9 @@ def make_costs(text: str) -> Costs | MeasuredCosts:
     except json.JSONDecodeError as error:
         raise InvalidInput(f"cost is not valid JSON: {error}") from None
     if isinstance(given.get("verify"), list):
-        known = {"machine", "draft", "verify", "catch_up", "step_s", "drafting_s"}
+        known = {"machine", "draft", "verify", "catch_up", "step_s", "drafting_s", "ruled_s"}
         _check_keys("cost", given, known, {"draft", "verify"})
-        overheads = {name: given.get(name, 0.0) for name in ("step_s", "drafting_s")}
+        overheads = {name: given.get(name, 0.0) for name in ("step_s", "drafting_s", "ruled_s")}
         for name, seconds in overheads.items():
             check_real(name, seconds, 0.0, math.inf)
         return MeasuredCosts(given["draft"], given["verify"], given.get("catch_up"), **overheads)

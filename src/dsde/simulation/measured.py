@@ -28,14 +28,17 @@ class MeasuredCosts:
         catch_up: Sequence[Sequence[float]] | None = None,
         step_s: float = 0.0,
         drafting_s: float = 0.0,
+        ruled_s: float = 0.0,
     ) -> None:
         """`catch_up`: [tokens, seconds] that reading what the draft missed takes beyond an ordinary pass; without it,
-        as of a pass with so many more sequences. `drafting_s`: once in every step that drafts, beside the passes."""
-        self._given = {"draft": draft, "verify": verify, "step_s": step_s, "drafting_s": drafting_s}
+        as of a pass with so many more sequences. `drafting_s`: once in every step that drafts, beside the passes; `ruled_s`:
+        likewise where a rule ends drafts, as a device waits to be told."""
+        overheads = {"step_s": step_s, "drafting_s": drafting_s, "ruled_s": ruled_s}
+        self._given = {"draft": draft, "verify": verify, **overheads}
         if catch_up is not None:
             self._given["catch_up"] = catch_up
         passes, verifications = _rows(draft, 2), _rows(verify, 3)
-        self.step_s, self.drafting_s = float(step_s), float(drafting_s)
+        self.step_s, self.drafting_s, self.ruled_s = float(step_s), float(drafting_s), float(ruled_s)
         self._draft = _Knots(passes[:, 0], passes[:, 1])
         self._catch_up = None
         if catch_up is not None:
@@ -51,13 +54,14 @@ class MeasuredCosts:
         """Of one pass of the draft."""
         return self._draft.seconds(np.asarray(num_sequences, np.float64))
 
-    def draft_s(self, passes: IntArray, num_missed: int = 0) -> float:
+    def draft_s(self, passes: IntArray, num_missed: int = 0, is_ruled: bool = False) -> float:
         if not passes.any():
             return 0.0
+        once_s = self.drafting_s + (self.ruled_s if is_ruled else 0.0)
         if self._catch_up is None:
-            return self.drafting_s + float(self.pass_s(sizes_of_passes(passes, num_missed)).sum())
+            return once_s + float(self.pass_s(sizes_of_passes(passes, num_missed)).sum())
         catch_up_s = float(self._catch_up.seconds(np.asarray(float(num_missed))))
-        return self.drafting_s + float(self.pass_s(sizes_of_passes(passes, 0)).sum()) + catch_up_s
+        return once_s + float(self.pass_s(sizes_of_passes(passes, 0)).sum()) + catch_up_s
 
     def verify_s(self, num_sequences: int, num_tokens: IntArray | int) -> FloatArray:
         """Of packed tokens that belong to so many sequences."""

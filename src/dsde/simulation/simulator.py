@@ -180,7 +180,7 @@ class _Simulator:
             klds=self._klds(rows, positions, drafted) if self.policy.needs & Need.KLD else np.empty(0),
             temperatures=batch.temperatures,
             draft_signals=self._draft_signals(rows, positions, drafted),
-            draft_s=self.costs.draft_s(passes, num_missed),
+            draft_s=self.costs.draft_s(passes, num_missed, plan.stop is not None),
             verify_s=float(self.costs.verify_s(batch.num_decoding, num_packed)),
             num_decoding=batch.num_decoding,
             num_prompt_tokens=batch.num_prompt_tokens,

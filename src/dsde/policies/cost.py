@@ -291,9 +291,8 @@ class CostModel:
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
         if self._num_idle > LONGEST_IDLE:
-            if self._draft.num_near(batch_size):
-                self._follow_look(draft_s / self.drafting_s(num_drafted, num_passes))
-            self._draft.renew(batch_size)
+            is_known = self._draft.num_near(batch_size) > 0
+            self._follow_look(draft_s / self.drafting_s(num_drafted, num_passes) if is_known else 1.0)
         self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
 
@@ -303,9 +302,8 @@ class CostModel:
         only if two looks say so: one may have been held up."""
         factor = min(ratio, self._dearer) if ratio > 1 else ratio
         self._dearer = ratio / factor
-        if factor != 1.0:
-            self._draft.scale(factor)
-            self._start.scale(factor)
+        self._draft.follow(factor)
+        self._start.follow(factor)
 
     def _split(self, outcome: Outcome) -> StepCost:
         verify_s = limit(outcome.verify_s, float(self.verify_s(_num_verified(outcome))))
@@ -359,7 +357,7 @@ class CostModel:
             self._draft.restore(saved["draft"])
             self._catch_up.restore(saved["catch_up"])
             # Of an older file it is spread over the passes.
-            self._start.seconds = _seconds(saved.get("start_s", 0.0))
+            self._start.restore(_seconds(saved.get("start_s", 0.0)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"this is no saved cost model ({error}); measure again without it") from None
 

@@ -74,6 +74,8 @@ class Curve:
         self.num_measured = 0
         self._now = 0
         """measurements so far, here and elsewhere"""
+        self._told_at = -1
+        """when a measurement of one size was last taken to tell of all others"""
         self.is_trusted = False
         """whether any size was measured often enough to count"""
         self.nearest: Curve | None = None
@@ -87,6 +89,8 @@ class Curve:
         if not (math.isfinite(seconds) and seconds >= 0 and size >= 1):
             return
         index = _bucket(size)
+        if self._seen_at[index] <= self._told_at:
+            self.renew(size)
         num_seen = int(self._num_seen[index])
         if self._now - int(self._seen_at[index]) > LONGEST_PAUSE:
             num_seen = 0
@@ -115,6 +119,12 @@ class Curve:
             self._held[index, 0] = self._held[index, (num_seen - 1) % NUM_HELD]
             self._num_seen[index] = 1
             self._is_stale = True
+
+    def follow(self, factor: float) -> None:
+        """One size takes so many times as long as it did, and so may all others: they are taken to until they are
+        measured again. Then that counts; and hearsay of a size lowers no smaller one that was measured since."""
+        self.scale(factor)
+        self._told_at = self._now
 
     def go_by(self, nearest: Curve | None, others: list[Curve]) -> None:
         """Where nothing, or nothing so small, has been measured here."""
@@ -215,11 +225,18 @@ class Curve:
         self._is_stale = False
 
     def _lowered(self, places: IntArray) -> FloatArray:
-        """[places] ratios, where a larger size seems to be cheaper those of that."""
+        """[places] ratios, where a larger size seems to be cheaper those of that. Of hearsay those of smaller sizes,
+        where these seem to be dearer."""
         is_sure = (self._num_seen[places] > NUM_TRUSTED) & (self._now - self._seen_at[places] <= LONGEST_PAUSE)
         is_sure &= self.may_fall & (places >= places[0] + BUCKETS_PER_OCTAVE)
         seconds = self._ratios[places] * _FLAT_THEN_LINEAR[places]
-        lowered = np.where(is_sure, seconds, np.minimum.accumulate(seconds[::-1])[::-1])
+        is_seen = self._seen_at[places] > self._told_at
+        if not is_seen.any():
+            is_seen[:] = True
+        least = np.minimum.accumulate(np.where(is_seen, seconds, np.inf)[::-1])[::-1]
+        lowered = np.where(is_sure, seconds, np.minimum(seconds, least))
+        most = np.maximum.accumulate(np.where(is_seen, lowered, 0.0))
+        lowered = np.where(is_seen, lowered, np.maximum(lowered, most))
         return np.asarray(lowered / _FLAT_THEN_LINEAR[places])
 
     def scale(self, factor: float) -> None:

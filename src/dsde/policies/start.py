@@ -24,6 +24,10 @@ class Start:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._told_s = 0.0
+        """by the last line"""
+        self._followed_s = 0.0
+        """likewise, but as many times as long as drafts took since"""
         self._held = np.zeros((NUM_STARTS, 3))
         self._num_seen = 0
 
@@ -35,10 +39,24 @@ class Start:
             self._fit(size)
         self.seconds = min(self.seconds, seconds / 2)
 
+    def restore(self, seconds: float) -> None:
+        """What was told before, perhaps in another life."""
+        self.seconds = self._told_s = self._followed_s = seconds
+
     def scale(self, factor: float) -> None:
         """As of a curve."""
         self._held[:, 2] *= factor
         self.seconds *= factor
+        self._told_s *= factor
+        self._followed_s *= factor
+
+    def follow(self, factor: float) -> None:
+        """A draft after a pause took so many times as long as one before it, and is not compared with those: a line
+        through drafts of a slow time and of a fast one is none. It takes no more than the last line told, as no other
+        would put that right while drafts are all alike."""
+        self._num_seen = 0
+        self._followed_s *= factor
+        self.seconds = min(self._followed_s, self._told_s)
 
     def _fit(self, size: float) -> None:
         held = self._held[: min(self._num_seen, NUM_STARTS)]
@@ -49,7 +67,7 @@ class Start:
         if np.count_nonzero(tells) < NUM_STARTS // 2:
             return
         slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
-        self.seconds = max(_median(seconds - slope * num_passes), 0.0)
+        self.restore(max(_median(seconds - slope * num_passes), 0.0))
 
 
 @cache

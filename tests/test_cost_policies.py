@@ -1409,8 +1409,8 @@ def test_what_a_draft_takes_once_follows_looks(paces: list[float]) -> None:
     for pace in paces[1:]:
         serve(cost, 1.0, [0] * 40)
         draft(cost, pace, [4])
-    # But no more than it took when it was last told from passes: where drafts are all alike nothing would put it right.
-    assert cost.start_s == pytest.approx(2e-3 * min(paces[0], paces[-1]), rel=0.1)
+    # It may be less: where drafts are all alike nothing would put it right if it were more.
+    assert 2e-3 * min(paces[0], paces[-1]) <= 1.1 * cost.start_s <= 1.3 * 2e-3 * paces[-1]
     assert cost.start_s + 4 * float(cost.draft_s(1)) == pytest.approx(22e-3 * paces[-1], rel=0.1)
 
 

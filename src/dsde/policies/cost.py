@@ -297,9 +297,9 @@ class CostModel:
         self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
 
     def _follow_look(self, ratio: float) -> None:
-        """A draft after a pause took so many times as long as before it, and so would any other: those of more sequences
-        are not looked at, and looks of one length do not tell what a draft takes once from its passes. They take longer
-        only if two looks say so: one may have been held up."""
+        """A draft after a pause took so many times as long as before it, and so would any other: those of more
+        sequences are not looked at, and looks of one length do not tell what a draft takes once from its passes. They
+        take longer only if two looks say so: one may have been held up."""
         factor = min(ratio, self._dearer) if ratio > 1 else ratio
         self._dearer = ratio / factor
         self._draft.follow(factor)

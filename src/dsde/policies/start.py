@@ -51,10 +51,9 @@ class Start:
         self._followed_s *= factor
 
     def follow(self, factor: float) -> None:
-        """A draft after a pause took so many times as long as one before it, and is not compared with those: a line
-        through drafts of a slow time and of a fast one is none. It takes no more than the last line told, as no other
-        would put that right while drafts are all alike."""
-        self._num_seen = 0
+        """A draft after a pause took so many times as long as those before it. Of that it takes no more than the last
+        line told: while drafts are all alike no other would put it right."""
+        self._held[:, 2] *= factor
         self._followed_s *= factor
         self.seconds = min(self._followed_s, self._told_s)
 

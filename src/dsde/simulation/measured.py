@@ -31,8 +31,8 @@ class MeasuredCosts:
         ruled_s: float = 0.0,
     ) -> None:
         """`catch_up`: [tokens, seconds] that reading what the draft missed takes beyond an ordinary pass; without it,
-        as of a pass with so many more sequences. `drafting_s`: once in every step that drafts, beside the passes; `ruled_s`:
-        likewise where a rule ends drafts, as a device waits to be told."""
+        as of a pass with so many more sequences. `drafting_s`: once in every step that drafts, beside the passes;
+        `ruled_s`: likewise where a rule ends drafts, as a device waits to be told."""
         overheads = {"step_s": step_s, "drafting_s": drafting_s, "ruled_s": ruled_s}
         self._given = {"draft": draft, "verify": verify, **overheads}
         if catch_up is not None:

@@ -4,12 +4,13 @@
     python benchmarks/vllm_plugin.py --target FOLDER --draft FOLDER --out pair.json    # a real pair
 
 Decoding is measured from the step with which the last request has its first token to the end; a round that nobody
-measures comes first, and of the others the fastest counts. Every engine of vLLM is a process of its own; policies of
-the plugin share one, since they can be changed while it runs. `--together` so many engines start at the same time and
-share the GPU, and then measure one at a time, in turns, and on the same cores of the host: what is compared is measured
-side by side. Where the host decides, turns between which it became faster or slower are told from others
-(`host_pace.py`). vLLM without speculation is measured in every such group, as `off@2` in the second. vLLM's table is
-made of what the fixed lengths of earlier groups measured, so it comes last: the best of them for every batch.
+measures comes first, for the plugin's policies `--learn-rounds` of them, and of the others the fastest counts. Every
+engine of vLLM is a process of its own; policies of the plugin share one, since they can be changed while it runs.
+`--together` so many engines start at the same time and share the GPU, and then measure one at a time, in turns, and on
+the same cores of the host: what is compared is measured side by side. Where the host decides, turns between which it
+became faster or slower are told from others (`host_pace.py`). vLLM without speculation is measured in every such group,
+as `off@2` in the second. vLLM's table is made of what the fixed lengths of earlier groups measured, so it comes last:
+the best of them for every batch.
 
 Everything measured is in `--out` after every round, with what a policy has learnt of costs by then; a second run with
 the same file goes on where the first stopped.
@@ -126,8 +127,8 @@ class Engine:
         self.llm.llm_engine.step = counted_step
 
     def measure(self, variant: str, batch: int, tokens: int, number: int, depth: int) -> Row:
-        """Round 0 is there to warm up and, for a policy, to learn. From a call that is so much deeper than it must be:
-        programs differ in that, and for vLLM it is not the same."""
+        """Rounds up to 0 are there to warm up and, for a policy, to learn. From a call that is so much deeper than it
+        must be: programs differ in that, and for vLLM it is not the same."""
         meter = self._obey(variant.removeprefix("plugin:")) if variant.startswith("plugin:") else {}
         counted = {name: meter[name] for name in COUNTS if variant.startswith("plugin:")}
         from cores import keep_to_cores  # not at the top, where an engine's process does not see them yet
@@ -383,21 +384,22 @@ class Bench:
         round_s = 0.0
         for batch in self.options.batches:
             turns = [(one, variant) for one in remotes for variant, left in one.cells.items() if batch in left]
-            for number in range(self.options.rounds + 1):
+            for number in range(1 - self.options.learn_rounds, self.options.rounds + 1):
                 begin = time.perf_counter()
                 if begin - self.begun + round_s > self.options.time_limit:
                     print("  no time left for other rounds", flush=True)
                     return
                 for remote, variant in turns[:: 1 if number % 2 else -1]:
-                    if "error" in remote.row:
+                    learns = variant.startswith("plugin:")
+                    if "error" in remote.row or (number < 0 and not learns):
                         continue
                     tokens = self.options.tokens.get(batch, 128)
-                    if not number and not variant.startswith("plugin:"):
+                    if number <= 0 and not learns:
                         tokens = min(tokens, WARM_UP_TOKENS)
                     request = {"variant": variant, "batch": batch, "tokens": tokens, "number": number}
                     remote.send(request | {"depth": self.options.depth})
                     answer = remote.receive()
-                    if answer is not None and number:
+                    if answer is not None and number > 0:
                         self._add({"variant": variant, "batch": batch, "group": group}, answer)
                 self._save()
                 round_s = time.perf_counter() - begin
@@ -619,6 +621,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--max-length", type=int, default=4, help="num_speculative_tokens of the plugin's engine")
     parser.add_argument("--rounds", type=int, default=2, help="the best counts")
+    parser.add_argument(
+        "--learn-rounds", type=int, default=1, help="of the plugin's policies at every batch, before those that count"
+    )
     parser.add_argument("--together", type=int, default=4, help="engines that share the GPU, and are measured in turns")
     parser.add_argument(
         "--copies",

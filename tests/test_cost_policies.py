@@ -1435,3 +1435,14 @@ def test_what_looks_tell_of_others_is_put_right_by_the_next_drafts() -> None:
         draft(6, 1e-3)
     assert float(cost.draft_s(6)) == pytest.approx(1e-3)
     assert float(cost.draft_s(8)) >= 1e-3
+
+
+@pytest.mark.parametrize(("first", "then"), [([1] * 20, [1, 4] * 12), ([4] * 20, [1, 4] * 12)])
+def test_what_a_draft_takes_once_is_not_in_its_passes_as_well(first: list[int], then: list[int]) -> None:
+    """Passes are measured before that is known, and they stay as measured while nobody drafts."""
+    cost = CostModel()
+    serve(cost, 1.0, [0] * 5 + first)
+    assert float(cost.draft_s(1)) > 5.2e-3
+    serve(cost, 1.0, then[:10])
+    assert cost.start_s == pytest.approx(2e-3)
+    assert float(cost.draft_s(1)) == pytest.approx(5e-3)

@@ -279,7 +279,10 @@ class CostModel:
         self._num_unclean = self._num_unclean + 1 if is_behind else 0
         if not is_behind or self._num_unclean > MOST_UNCLEAN:
             self._measure_draft(num_passes, num_drafted, outcome.draft_s)
-            self._start.observe(num_passes, max(num_drafted / num_passes, 1.0), outcome.draft_s)
+            if self._start.observe(num_passes, max(num_drafted / num_passes, 1.0), outcome.draft_s):
+                # Or else what it takes once would be in the passes as well, or in neither.
+                passes, sizes, seconds = self._start.drafts.T
+                self._draft.remember(sizes, np.maximum(seconds - self.start_s, 0.0) / passes)
         elif self._draft.num_measured:
             # Whatever else the draft did, its passes took no longer: while nobody drafts that is all to go by.
             if outcome.draft_s < self.drafting_s(num_drafted, num_passes):

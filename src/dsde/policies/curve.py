@@ -107,6 +107,17 @@ class Curve:
         has_moved = abs(typical - used) > WOBBLE * used or num_seen <= NUM_TRUSTED
         self._is_stale = self._is_stale or has_moved or self._now >= self._rebuild_at
 
+    def remember(self, sizes: FloatArray, seconds: FloatArray) -> None:
+        """What was measured of these sizes lately took this, oldest first, and counts instead of all that was."""
+        indices = np.array([_bucket(size) for size in sizes.tolist()])
+        ratios = seconds / (self.prior_s * np.maximum(sizes, KNEE) / KNEE)
+        for index in np.unique(indices).tolist():
+            newest = ratios[indices == index][-NUM_HELD:]
+            self._held[index, : newest.size] = newest
+            self._num_seen[index] = newest.size
+            self._ratios[index] = self._typical(index)
+        self._is_stale = True
+
     def pass_time(self, num: int) -> None:
         """So many measurements were made elsewhere."""
         self._now += num

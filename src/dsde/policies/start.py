@@ -10,6 +10,8 @@ from dsde.policies.base import FloatArray, IntArray
 
 NUM_STARTS = 32
 """newest drafts, by which what a draft costs beside its passes is told from what the passes cost"""
+TRIFLE = 0.02
+"""share of a draft by which what it takes once may change, and its passes stay as they were measured"""
 MOST_UNLIKE = 0.2
 """share by which sizes may differ whose passes are taken to cost the same"""
 
@@ -31,13 +33,22 @@ class Start:
         self._held = np.zeros((NUM_STARTS, 3))
         self._num_seen = 0
 
-    def observe(self, num_passes: int, size: float, seconds: float) -> None:
-        """A draft took this, with passes of so many sequences."""
+    def observe(self, num_passes: int, size: float, seconds: float) -> bool:
+        """A draft took this, with passes of so many sequences. Returns whether it takes something else once than the
+        passes of those before it were measured with."""
+        before_s = self.seconds
         self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
         self._num_seen += 1
         if self._num_seen % 4 == 0:
             self._fit(size)
         self.seconds = min(self.seconds, seconds / 2)
+        return abs(self.seconds - before_s) > TRIFLE * seconds
+
+    @property
+    def drafts(self) -> FloatArray:
+        """[drafts, 3] the newest of those seen, oldest first: passes, size and seconds."""
+        num = min(self._num_seen, NUM_STARTS)
+        return self._held[np.arange(self._num_seen - num, self._num_seen) % NUM_STARTS]
 
     def restore(self, seconds: float) -> None:
         """What was told before, perhaps in another life."""
@@ -58,7 +69,7 @@ class Start:
         self.seconds = min(self._followed_s, self._told_s)
 
     def _fit(self, size: float) -> None:
-        held = self._held[: min(self._num_seen, NUM_STARTS)]
+        held = self.drafts
         num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= MOST_UNLIKE * size].T
         ones, others = _pairs(seconds.size)
         apart = num_passes[others] - num_passes[ones]

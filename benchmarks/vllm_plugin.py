@@ -384,7 +384,7 @@ class Bench:
         round_s = 0.0
         for batch in self.options.batches:
             turns = [(one, variant) for one in remotes for variant, left in one.cells.items() if batch in left]
-            for number in range(1 - self.options.learn_rounds, self.options.rounds + 1):
+            for number in range(min(1 - self.options.learn_rounds, 0), self.options.rounds + 1):
                 begin = time.perf_counter()
                 if begin - self.begun + round_s > self.options.time_limit:
                     print("  no time left for other rounds", flush=True)

@@ -617,6 +617,43 @@ def test_steps_of_a_rest_are_learnt_from_together(ends_early: bool) -> None:
     assert learnt[0].verify_s == sorted(seconds)[(num - 1) // 2]
 
 
+def test_what_is_missed_during_a_rest_is_counted_once() -> None:
+    """Its steps may not be learnt yet when somebody asks who knows how much the draft has missed."""
+    policy, rng = Auto(), np.random.default_rng(0)
+    num_missed = 0
+
+    def view(num_seqs: int) -> BatchView:
+        return replace(batch(num_seqs), num_missed=np.full(num_seqs, num_missed))
+
+    while (plan := policy.plan(view(4))).num_resting < 20:
+        policy.observe(all_rejected(plan, rng))
+        policy.settle()
+        num_missed = 0 if plan.lengths.any() else num_missed + 1
+    num_resting = plan.num_resting
+    for _ in range(12):
+        policy.observe(all_rejected(plan, rng))
+        num_missed += 1
+    assert policy.plan(view(4)).num_resting == num_resting - 12  # it goes on
+    assert policy.cost.behind(np.arange(4)).tolist() == [num_missed] * 4
+    policy.plan(view(5))
+    assert policy.cost.behind(np.arange(5)).tolist() == [num_missed] * 5
+
+
+def test_steps_that_were_not_measured_are_no_measurement() -> None:
+    """Of a rest, one of whose steps was, and held up."""
+    policy, rng = Auto(), np.random.default_rng(0)
+    while (plan := policy.plan(batch(8))).num_resting < 20:
+        policy.observe(all_rejected(plan, rng))
+        policy.settle()
+    policy.settle()
+    before_s = float(policy.cost.verify_s(8))
+    for number in range(12):
+        policy.observe(replace(all_rejected(plan, rng), verify_s=10 * before_s if number == 5 else 0.0))
+    policy.plan(batch(9))
+    policy.cost.turn_to(8)
+    assert policy.cost.verify_s(8) == pytest.approx(before_s)
+
+
 def test_who_is_left_of_a_rest_goes_on_with_it() -> None:
     """Without another thought, for which a device would wait."""
     policy, plan, thoughts = resting(4)

@@ -583,3 +583,17 @@ def test_who_kept_the_pace(prompts: bool) -> None:
     tpot_s = np.resize([0.99 * step_s, 1.01 * step_s, np.inf], 12)
     result = simulate(make_policy("off"), requests, FLAT, 4, prompts=prompts, tpot_s=tpot_s)
     assert (result.num_requests, result.num_paced, result.num_on_time) == (12, 8, 4)
+
+
+@pytest.mark.parametrize(("policy", "is_ruled"), [("static:2", False), ("svip:max=2", True)])
+def test_a_rule_that_ends_drafts_may_be_charged_for(policy: str, is_ruled: bool) -> None:
+    """Once for every draft: a device waits to be told that it is over."""
+    requests = make_stream("iid:0.8").draw(4, 64, 0)
+    table = {"draft": [[1, 1e-3]], "verify": [[1, 1, 5e-3], [1, 4, 6e-3]]}
+    free, charged = (
+        simulate(make_policy(policy), requests, make_costs(json.dumps(table | {"ruled_s": ruled_s})), 1)
+        for ruled_s in (0.0, 2e-3)
+    )
+    assert charged.num_steps == free.num_steps
+    extra_s = 2e-3 * free.num_steps if is_ruled else 0.0
+    assert charged.total_s - free.total_s == pytest.approx(extra_s, rel=0.05)

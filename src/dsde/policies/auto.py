@@ -162,6 +162,8 @@ class Auto(Policy):
     def plan(self, batch: BatchView) -> Plan:
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
+        if self._num_rested > 1:  # of a rest: what its steps missed must not be counted behind what is missed by now
+            self._learn()
         has_missed = self.cost.see(batch)
         has_met = self._meet(batch)
         current = self._current
@@ -178,8 +180,6 @@ class Auto(Policy):
         is_expected = self._next is not None and self._next.is_probing
         if self._next is not None and ((has_missed and not is_expected) or not self._next.fits(batch)):
             self._drop_next()
-        if len(self._unlearnt) > 1:  # somebody came during a rest
-            self._learn()
         draft = self._next or self._draft(batch)
         draft.batch = batch
         self._current, self._next = draft, None
@@ -483,7 +483,9 @@ def _told_together(told: list[tuple[Outcome, _Draft]]) -> Iterator[tuple[Outcome
         if len(outcomes) == 1 or any(map(_has_drafts, outcomes)):
             yield from zip(outcomes, drafts, strict=True)
             continue
-        seconds = [outcome.verify_s for outcome in outcomes if outcome.verify_s > 0]
-        verify_s = statistics.median_low(seconds) if seconds else 0.0
-        num_steps = sum(outcome.num_steps for outcome in outcomes)
-        yield replace(outcomes[-1], verify_s=verify_s, num_steps=num_steps), drafts[-1]
+        timed = [outcome for outcome in outcomes if outcome.verify_s > 0]
+        untimed = [outcome for outcome in outcomes if not outcome.verify_s > 0]
+        for alike in filter(None, (untimed, timed)):
+            verify_s = statistics.median_low(outcome.verify_s for outcome in alike)
+            num_steps = sum(outcome.num_steps for outcome in alike)
+            yield replace(alike[-1], verify_s=verify_s, num_steps=num_steps), drafts[-1]

@@ -109,8 +109,6 @@ class CostModel:
         self._num_unclean = 0
         self._num_idle = 0
         """steps since a draft was last measured"""
-        self._dearer = 1.0
-        """times as long as all others, that the last look took"""
 
     @property
     def num_measured(self) -> int:
@@ -293,20 +291,14 @@ class CostModel:
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
-        if self._num_idle > LONGEST_IDLE:
-            is_known = self._draft.num_near(batch_size) > 0
-            self._follow_look(draft_s / self.drafting_s(num_drafted, num_passes) if is_known else 1.0)
+        is_new, before_s = self._num_idle > LONGEST_IDLE, float(self._draft.seconds(batch_size))
+        if is_new:
+            self._draft.renew(batch_size)
+            self._start.pause()
         self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
-
-    def _follow_look(self, ratio: float) -> None:
-        """A draft after a pause took so many times as long as before it, and so would any other: those of more
-        sequences are not looked at, and looks of one length do not tell what a draft takes once from its passes. They
-        take longer only if two looks say so: one may have been held up."""
-        factor = min(ratio, self._dearer) if ratio > 1 else ratio
-        self._dearer = ratio / factor
-        self._draft.follow(factor)
-        self._start.follow(factor)
+        if is_new:
+            self._draft.follow(batch_size, before_s)
 
     def _split(self, outcome: Outcome) -> StepCost:
         verify_s = limit(outcome.verify_s, float(self.verify_s(_num_verified(outcome))))
@@ -360,7 +352,7 @@ class CostModel:
             self._draft.restore(saved["draft"])
             self._catch_up.restore(saved["catch_up"])
             # Of an older file it is spread over the passes.
-            self._start.restore(_seconds(saved.get("start_s", 0.0)))
+            self._start.seconds = _seconds(saved.get("start_s", 0.0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"this is no saved cost model ({error}); measure again without it") from None
 

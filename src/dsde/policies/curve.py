@@ -74,8 +74,6 @@ class Curve:
         self.num_measured = 0
         self._now = 0
         """measurements so far, here and elsewhere"""
-        self._told_at = -1
-        """when a measurement of one size was last taken to tell of all others"""
         self.is_trusted = False
         """whether any size was measured often enough to count"""
         self.nearest: Curve | None = None
@@ -89,8 +87,6 @@ class Curve:
         if not (math.isfinite(seconds) and seconds >= 0 and size >= 1):
             return
         index = _bucket(size)
-        if self._seen_at[index] <= self._told_at:
-            self.renew(size)
         num_seen = int(self._num_seen[index])
         if self._now - int(self._seen_at[index]) > LONGEST_PAUSE:
             num_seen = 0
@@ -108,14 +104,16 @@ class Curve:
         self._is_stale = self._is_stale or has_moved or self._now >= self._rebuild_at
 
     def remember(self, sizes: FloatArray, seconds: FloatArray) -> None:
-        """What was measured of these sizes lately took this, oldest first, and counts instead of all that was."""
+        """What was measured of these sizes lately took this, oldest first. It counts instead of all that was, unless it
+        is too little to count."""
         indices = np.array([_bucket(size) for size in sizes.tolist()])
         ratios = seconds / (self.prior_s * np.maximum(sizes, KNEE) / KNEE)
         for index in np.unique(indices).tolist():
             newest = ratios[indices == index][-NUM_HELD:]
-            self._held[index, : newest.size] = newest
-            self._num_seen[index] = newest.size
-            self._ratios[index] = self._typical(index)
+            if newest.size >= NUM_TRUSTED:
+                self._held[index, : newest.size] = newest
+                self._num_seen[index] = newest.size
+                self._ratios[index] = self._typical(index)
         self._is_stale = True
 
     def pass_time(self, num: int) -> None:
@@ -131,11 +129,16 @@ class Curve:
             self._num_seen[index] = 1
             self._is_stale = True
 
-    def follow(self, factor: float) -> None:
-        """One size takes so many times as long as it did, and so may all others: they are taken to until they are
-        measured again. Then that counts; and hearsay of a size lowers no smaller one that was measured since."""
-        self.scale(factor)
-        self._told_at = self._now
+    def follow(self, size: float, before_s: float) -> None:
+        """About this size took `before_s` when others were last measured, too: where it is clearly otherwise by now,
+        so are they."""
+        after_s = float(self.seconds(size))
+        if not before_s > 0 or 1 / LEAST_CHANGE <= after_s / before_s <= LEAST_CHANGE:
+            return
+        others = np.arange(NUM_BUCKETS) != _bucket(size)
+        self._held[others] *= after_s / before_s
+        self._ratios[others] *= after_s / before_s
+        self._is_stale = True
 
     def go_by(self, nearest: Curve | None, others: list[Curve]) -> None:
         """Where nothing, or nothing so small, has been measured here."""
@@ -236,18 +239,11 @@ class Curve:
         self._is_stale = False
 
     def _lowered(self, places: IntArray) -> FloatArray:
-        """[places] ratios, where a larger size seems to be cheaper those of that. Of hearsay those of smaller sizes,
-        where these seem to be dearer."""
+        """[places] ratios, where a larger size seems to be cheaper those of that."""
         is_sure = (self._num_seen[places] > NUM_TRUSTED) & (self._now - self._seen_at[places] <= LONGEST_PAUSE)
         is_sure &= self.may_fall & (places >= places[0] + BUCKETS_PER_OCTAVE)
         seconds = self._ratios[places] * _FLAT_THEN_LINEAR[places]
-        is_seen = self._seen_at[places] > self._told_at
-        if not is_seen.any():
-            is_seen[:] = True
-        least = np.minimum.accumulate(np.where(is_seen, seconds, np.inf)[::-1])[::-1]
-        lowered = np.where(is_sure, seconds, np.minimum(seconds, least))
-        most = np.maximum.accumulate(np.where(is_seen, lowered, 0.0))
-        lowered = np.where(is_seen, lowered, np.maximum(lowered, most))
+        lowered = np.where(is_sure, seconds, np.minimum.accumulate(seconds[::-1])[::-1])
         return np.asarray(lowered / _FLAT_THEN_LINEAR[places])
 
     def scale(self, factor: float) -> None:

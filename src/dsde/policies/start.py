@@ -26,12 +26,14 @@ class Start:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._told_s = 0.0
-        """by the last line"""
-        self._followed_s = 0.0
-        """likewise, but as many times as long as drafts took since"""
         self._held = np.zeros((NUM_STARTS, 3))
         self._num_seen = 0
+        self._num_before = 0
+        """of them, before the last pause"""
+
+    def pause(self) -> None:
+        """Drafts from now on are told from those before, which tell no more what passes take."""
+        self._num_before = self._num_seen
 
     def observe(self, num_passes: int, size: float, seconds: float) -> bool:
         """A draft took this, with passes of so many sequences. Returns whether it takes something else once than the
@@ -46,30 +48,17 @@ class Start:
 
     @property
     def drafts(self) -> FloatArray:
-        """[drafts, 3] the newest of those seen, oldest first: passes, size and seconds."""
-        num = min(self._num_seen, NUM_STARTS)
+        """[drafts, 3] the newest of those since the last pause, oldest first: passes, size and seconds."""
+        num = min(self._num_seen - self._num_before, NUM_STARTS)
         return self._held[np.arange(self._num_seen - num, self._num_seen) % NUM_STARTS]
-
-    def restore(self, seconds: float) -> None:
-        """What was told before, perhaps in another life."""
-        self.seconds = self._told_s = self._followed_s = seconds
 
     def scale(self, factor: float) -> None:
         """As of a curve."""
         self._held[:, 2] *= factor
         self.seconds *= factor
-        self._told_s *= factor
-        self._followed_s *= factor
-
-    def follow(self, factor: float) -> None:
-        """A draft after a pause took so many times as long as those before it. Of that it takes no more than the last
-        line told: while drafts are all alike no other would put it right."""
-        self._held[:, 2] *= factor
-        self._followed_s *= factor
-        self.seconds = min(self._followed_s, self._told_s)
 
     def _fit(self, size: float) -> None:
-        held = self.drafts
+        held = self._held[: min(self._num_seen, NUM_STARTS)]
         num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= MOST_UNLIKE * size].T
         ones, others = _pairs(seconds.size)
         apart = num_passes[others] - num_passes[ones]
@@ -77,7 +66,7 @@ class Start:
         if np.count_nonzero(tells) < NUM_STARTS // 2:
             return
         slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
-        self.restore(max(_median(seconds - slope * num_passes), 0.0))
+        self.seconds = max(_median(seconds - slope * num_passes), 0.0)
 
 
 @cache

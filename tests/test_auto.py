@@ -13,7 +13,7 @@ import pytest
 from dsde.core.stops import make_looks
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
-from dsde.policies.auto import LEAST_GAIN, LEAST_HOPE, MOST_REPEATS, _Choice
+from dsde.policies.auto import LEAST_GAIN, LEAST_HOPE, MOST_REPEATS, _Choice, _told_together
 from dsde.policies.steadiness import Steadiness
 from dsde.simulation import Costs, Line, Requests, make_stream, simulate
 from dsde.simulation.measured import MeasuredCosts
@@ -652,6 +652,25 @@ def test_steps_that_were_not_measured_are_no_measurement() -> None:
     policy.plan(batch(9))
     policy.cost.turn_to(8)
     assert policy.cost.verify_s(8) == pytest.approx(before_s)
+
+
+def test_what_steps_of_a_rest_take_is_told_by_those_that_were_measured() -> None:
+    policy, rng = Auto(), np.random.default_rng(0)
+    plan = policy.plan(batch(4))
+    seconds = [0.0, 0.01, 0.0, 0.012, 0.0, 0.013, 0.014, 0.0, 0.011]
+    draft = policy._current
+    assert draft is not None
+    told = [(replace(all_rejected(plan, rng), verify_s=verify_s), draft) for verify_s in seconds]
+    assert [(seen.verify_s, seen.num_steps) for seen, _ in _told_together(told)] == [(0.0, 4), (0.012, 5)]
+
+
+def test_drafts_of_a_plan_that_was_repeated_are_learnt_from_one_by_one() -> None:
+    policy = Auto()
+    policy.plan(batch(2))
+    draft = policy._current
+    assert draft is not None
+    told = [(outcome([2, 1], [accepted, 0], draft_s=1e-3, verify_s=5e-3), draft) for accepted in (0, 1, 2)]
+    assert [seen.accepted[0] for seen, _ in _told_together(told)] == [0, 1, 2]
 
 
 def test_who_is_left_of_a_rest_goes_on_with_it() -> None:

@@ -769,17 +769,6 @@ def test_only_what_is_all_but_sure_is_not_waited_for() -> None:
     assert new.is_sure_of_end(0, 0)
     new.learn(1, False)
     assert not new.is_sure(1)
-    assert not new.is_worth_preparing(1)
-    assert new.is_worth_preparing(2)
-    for _ in range(32):  # however rarely drafts end, if there is time for it
-        new.learn_time(was_in_time=True)
-    assert new.is_worth_preparing(1)
-    for _ in range(4):
-        new.learn_time(was_in_time=False)
-    assert not new.is_worth_preparing(1)
-    for _ in range(16):
-        new.learn(1, False)
-    assert new.is_worth_preparing(1)
     rng = random.Random(0)
     share = {}
     for chance in (0.01, 0.1):
@@ -790,6 +779,28 @@ def test_only_what_is_all_but_sure_is_not_waited_for() -> None:
         share[chance] = sum(found[400:]) / 3600
     assert share[0.01] > 0.8
     assert share[0.1] < 0.2
+
+
+def test_the_host_prepares_for_an_end_that_is_likely_or_while_it_has_time() -> None:
+    foresight = Foresight()
+    assert foresight.is_worth_preparing(1, 0)  # a toss-up
+    for _ in range(40):
+        foresight.learn(1, True)
+        foresight.learn(1, True)
+        foresight.learn(1, False)
+    foresight.learn_prepared(1e-4, True, 1)
+    for _ in range(8):  # a third of all end there, and it has no time before first tokens are decided on
+        foresight.learn_prepared(1e-4, False, 0)
+        foresight.learn_prepared(1e-4, True, 1)
+    assert [foresight.is_worth_preparing(1, depth) for depth in (0, 1, 2)] == [False, True, True]
+    assert foresight.is_worth_preparing(2, 0)  # of whom nothing is known
+    for _ in range(40):  # it hears of better times while it prepares nothing, and of worse ones
+        foresight.learn_waited(2e-4, 0)
+        foresight.learn_waited(5e-5, 1)
+    assert [foresight.is_worth_preparing(1, depth) for depth in (0, 1)] == [True, False]
+    for _ in range(40):
+        foresight.learn(1, False)
+    assert foresight.is_worth_preparing(1, 1)  # then it has to be done anyway
 
 
 def test_a_draft_that_is_all_but_sure_to_be_over_waits_for_nothing(way: Way) -> None:

@@ -7,6 +7,7 @@ it decided before it goes through with the next pass, unless it is all but sure 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -195,11 +196,17 @@ class DeviceDrafter:
         self._hear_of_last()
         if entry is not None and not waits:
             self.passes.finish(entry)
-        is_worth_it = entry is None or self.foresight.is_worth_preparing(num_expected)
+        is_worth_it = entry is None or self.foresight.is_worth_preparing(num_expected, draft.depth)
+        began = time.perf_counter()
         if waits and is_worth_it and not self.referee.has_decided(call):
             task.successor.prepare(draft.proposals_if_over(entry is None or call.ruling.keeps_last))
-            self.foresight.learn_time(was_in_time=not self.referee.has_decided(call))
-        decisions = self.referee.wait(call)
+            took = time.perf_counter() - began
+            self.foresight.learn_prepared(took, not self.referee.has_decided(call), draft.depth)
+            decisions = self.referee.wait(call)
+        else:
+            decisions = self.referee.wait(call)
+            if waits:
+                self.foresight.learn_waited(time.perf_counter() - began, draft.depth)
         # The device waits from here on: what it does next comes before everything else.
         goes_on = bool(decisions.max() == Decision.GOES_ON)
         if entry is not None and waits:

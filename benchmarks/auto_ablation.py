@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsde.policies import Auto, BatchView, CostModel, Need, Outcome, Policy
+from dsde.policies import Auto, CostModel, Need, Outcome, Policy
 from dsde.policies.acceptance import HIGHEST, LOWEST, PRIOR_RATE, PRIOR_WEIGHTS, AcceptanceModel
 from dsde.policies.auto import NUM_TRIED
 from dsde.policies.base import FloatArray, IntArray
@@ -18,12 +18,9 @@ from dsde.policies.slots import SlotTable
 class Blindfolded(Auto):
     """Lengths are chosen before drafting; nobody looks at tokens."""
 
-    def _draft(self, batch: BatchView):  # type: ignore[no-untyped-def]
-        draft = super()._draft(batch)
-        if draft.plan.stop is not None:
-            draft.plan.stop = None
-            draft.plan.lengths = np.minimum(draft.plan.predicted.astype(np.int64), self._reach)
-        return draft
+    def __init__(self) -> None:
+        super().__init__()
+        self._sight.is_worth_it = lambda *_: False  # type: ignore[method-assign]
 
 
 class Amnesiac(AcceptanceModel):

@@ -175,7 +175,7 @@ def rate_of(lengths: np.ndarray, outlooks: np.ndarray, costs: Costs) -> float:
 @pytest.mark.parametrize("seed", range(4))
 def test_lengths_are_nearly_the_best_of_all(costs: Costs, seed: int) -> None:
     outlooks = np.random.default_rng(seed).uniform(0.2, 0.97, 3)
-    choice = Auto(max=6, cost=Known(costs))._choose(batch(3), outlooks)
+    choice = Auto(max=6, cost=Known(costs))._choose(batch(3), outlooks, 0.0)
     best = max(rate_of(np.array(lengths), outlooks, costs) for lengths in product(range(7), repeat=3))
     assert choice.rate == pytest.approx(rate_of(choice.lengths, outlooks, costs), rel=0.03)
     assert rate_of(choice.lengths, outlooks, costs) > 0.99 * best
@@ -244,9 +244,9 @@ def test_one_length_where_the_engine_favours_it() -> None:
         policy.observe(outcome(drafted, [drafted[0], drafted[1], 0, 0], np.full((sum(drafted), 3), 0.5)))
     outlooks, _ = policy.acceptance.outlooks(np.arange(4))
     assert outlooks[:2].min() > outlooks[2:].max() + 0.2
-    assert len(set(policy._choose(batch(4), outlooks).lengths.tolist())) > 1
+    assert len(set(policy._choose(batch(4), outlooks, 0.0).lengths.tolist())) > 1
     view.favours_one_length = True
-    chosen = policy._choose(view, outlooks)
+    chosen = policy._choose(view, outlooks, 0.0)
     rates = {
         length: (4 + sum(float((p ** np.arange(1, length + 1)).sum()) for p in outlooks))
         / (length * float(policy.cost.draft_s(4)) + float(policy.cost.verify_s(4 + 4 * length)))
@@ -910,9 +910,10 @@ def test_prompts_that_a_step_reads_anyway_are_no_reason_to_draft_more() -> None:
 def test_a_clear_loss_is_no_accident(draft_s: float, stops: bool) -> None:
     """Drafts that cost a little more than they bring go on for a few steps, others do not."""
     policy = learnt(0.45, 8, draft_s)
-    policy._drafts, policy._num_doubtful, policy._gain = True, 0, 1.0
+    policy._drafts, policy._num_doubtful, policy._gains = True, 0, [1.0, 1.0]
     drafted = policy._draft(batch(8))
-    assert not policy._seems_to_pay(policy._choose(batch(8), policy.acceptance.outlooks(np.arange(8))[0]))
+    outlooks, _ = policy.acceptance.outlooks(np.arange(8))
+    assert not policy._seems_to_pay(policy._choose(batch(8), outlooks, policy.cost.start_s))
     assert (drafted.plan.stop is None) == stops
     assert drafted.is_doubtful != stops
 
@@ -1022,7 +1023,7 @@ def test_nobody_begins_for_less_than_steps_vary_by_themselves(strays: float, beg
         policy.settle()
     assert strays / 2 <= policy._steadiness.spread <= strays
     policy._drafts = False
-    choice = policy._choose(batch(4), np.full(4, 0.5))
+    choice = policy._choose(batch(4), np.full(4, 0.5), policy.cost.start_s)
     choice.rate, choice.lengths = 1.1 * choice.rate_off, np.ones(4, np.int64)
     assert policy._seems_to_pay(choice) == begins
     policy._drafts = True

@@ -156,6 +156,7 @@ class Planner:
             num_draft_passes=landing.num_draft_passes,
             num_catch_up_tokens=0 if num_catch_up_tokens is None else int(num_catch_up_tokens.sum()),
             is_resumed=landing.is_resumed,
+            is_ruled=plan.plan.stop is not None,
         )
         self.policy.observe(outcome)
 

@@ -26,7 +26,8 @@ def expect_seconds(
     num_cut = 0 if budget is None else budget.num_cut
     model.turn_to(batch.num_sequences)
     verify_s = model.verify_s(batch.num_decoding + num_drafted + batch.num_prompt_tokens)
-    return model.drafting_s(num_drafted + num_cut, landing.num_draft_passes), float(verify_s)
+    is_ruled = plan.plan.stop is not None
+    return model.drafting_s(num_drafted + num_cut, landing.num_draft_passes, is_ruled), float(verify_s)
 
 
 def record_step(

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
-from dsde.core.stops import StopByWorth
+from dsde.core.stops import StopByWorth, make_looks
 from dsde.policies.acceptance import HIGHEST, LOWEST, AcceptanceModel
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Need, Outcome, Plan, Policy
 from dsde.policies.cost import CostModel
@@ -25,6 +25,7 @@ from dsde.policies.menu import Menu
 from dsde.policies.price import find_prices
 from dsde.policies.probe import Probe
 from dsde.policies.recheck import Recheck
+from dsde.policies.sight import FARTHER, Sight, fill_chances, lengths_by
 from dsde.policies.steadiness import Steadiness
 from dsde.policies.verifications import size_of_batch
 
@@ -59,6 +60,8 @@ NUM_IN_PASSING = 2
 """tokens that a draft reads beside the newest without taking longer"""
 MOST_REPEATS = 2
 """of a plan, one after the other, where there is hardly any time to think of another"""
+WEIGHED_EVERY = 4
+"""drafts, of one of which it is worked out what looking at its tokens was worth"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -86,6 +89,10 @@ class _Draft:
     plan: Plan
     planned_rate: float
     """tokens per second while drafting; 0: nobody drafts, or only to look"""
+    rule: StopByWorth | None
+    """by which drafts end, or would if somebody looked at them; None: nobody drafts, or only to look"""
+    is_ruled: bool
+    """whether somebody does"""
     is_probing: bool
     is_blind: bool
     """made without drafts to have that measured"""
@@ -108,10 +115,10 @@ class Auto(Policy):
 
     A sequence's tokens are worth the chance that the draft stands up to them. A first choice of lengths takes every
     position at the sequence's average; while they are drafted, each is looked at, and what it is worth then decides
-    whether it is verified and whether another one is drawn. Costs are counted in tokens: seconds times the rate at
-    which this batch could emit instead. A draft pass that all share is made if those who would take part in it are
-    together worth it. Length 0, for one or for all, is an answer like any other; while all are at 0 a hundredth of the
-    time is spent on looking again.
+    whether it is verified and whether another one is drawn; unless a device waits longer for that than it is worth, and
+    the first choice stands. Costs are counted in tokens: seconds times the rate at which this batch could emit instead.
+    A draft pass that all share is made if those who would take part in it are together worth it. Length 0, for one or
+    for all, is an answer like any other; while all are at 0 a hundredth of the time is spent on looking again.
 
     What a step taught is worked into the next plan but one: in `settle`, while the device is busy with the next.
     """
@@ -125,8 +132,14 @@ class Auto(Policy):
         self.cost = cost or CostModel(num_tried=NUM_TRIED, is_flat_below=True)
         self.acceptance = AcceptanceModel()
         self._lifespan = Lifespan()
-        self._gain = 1.0
-        """realised over planned rate while drafting, lately"""
+        self._gains = [1.0, 1.0]
+        """realised over planned rate while drafting, lately: decided beforehand, and by a rule"""
+        self._is_ruled = True
+        """the way of the newest plan"""
+        self._can_rule = True
+        """whether whoever drafts obeys a rule"""
+        self._sight = Sight()
+        self._num_weighed = 0
         self._reach = min(FIRST_REACH, max)
         self._probe = Probe(self.cost, max, self._lifespan)
         self._recheck = Recheck()
@@ -185,7 +198,7 @@ class Auto(Policy):
         self._current, self._next = draft, None
         self._count_anew()
         # Whoever only has to know what a step without drafts costs goes on behind it.
-        self._drafts = draft.plan.stop is not None or (draft.is_blind and self._drafts)
+        self._drafts = draft.rule is not None or (draft.is_blind and self._drafts)
         if draft.is_blind:
             self._num_blind += 1
             self._recheck.begin(batch.num_sequences)
@@ -230,7 +243,7 @@ class Auto(Policy):
     def _can_repeat(self) -> bool:
         """Whether the current plan is as good for another step: everybody drafts, and that seems to pay."""
         current = self._current
-        return current is not None and current.plan.stop is not None and not current.is_doubtful
+        return current is not None and current.rule is not None and not current.is_doubtful
 
     def _meet(self, batch: BatchView) -> bool:
         """Whether somebody is new. What drafting would have saved of others is no reason to read their prompts."""
@@ -305,7 +318,7 @@ class Auto(Policy):
         if not _has_drafts(outcome):
             # Before what is believed costs much it is looked at once more, and again.
             self._probe.save(outcome.num_steps * (self._hope * plain_s + URGENCY * draft.foregone_s))
-            self._gain = kept * self._gain + 1 - kept  # or a bad time would never be over
+            self._gains = [kept * gain + 1 - kept for gain in self._gains]  # or a bad time would never be over
             if outcome.verify_s > 0 and not outcome.num_prompt_tokens:
                 if is_known:
                     self._steadiness.observe(outcome.verify_s / thought_s, outcome.num_steps)
@@ -314,13 +327,51 @@ class Auto(Policy):
             return
         self._recheck.count(outcome.num_sequences)
         self._reach = min(2 * self._reach, self.max)
+        if draft.rule is not None:
+            self._can_rule = self._can_rule and draft.is_ruled == outcome.is_ruled
+            self._weigh(outcome, draft, draft.rule)
         # Plans leave prompts out that are read anyway.
         prompts_s = plain_s - float(self.cost.verify_s(outcome.num_sequences))
         seconds = step.draft_s + max(step.verify_s - prompts_s, 0.0)
         if draft.planned_rate > 0 and seconds > 0 and step.is_typical:
             emitted = float(outcome.accepted.sum()) + outcome.num_sequences
             gain = emitted / (seconds * draft.planned_rate)
-            self._gain = min(max(kept * self._gain + (1 - kept) * gain, 0.5), 2.0)
+            before = self._gains[draft.is_ruled]
+            self._gains[draft.is_ruled] = min(max(kept * before + (1 - kept) * gain, 0.5), 2.0)
+
+    def _weigh(self, outcome: Outcome, draft: _Draft, rule: StopByWorth) -> None:
+        """What the draft would have brought, and taken, decided beforehand and by the rule."""
+        num, drafted, batch = outcome.num_sequences, outcome.drafted, draft.batch
+        self._sight.count(num)
+        self._num_weighed += 1
+        signals = outcome.draft_signals
+        is_known = signals.shape[0] == int(drafted.sum()) and bool(np.isfinite(signals).all())
+        if self._num_weighed % WEIGHED_EVERY or not is_known or rule.outlooks.size != drafted.size:
+            return
+        odds = np.repeat(rule.offsets, drafted) + make_looks(signals) @ rule.weights
+        self.cost.turn_to(num)
+        beforehand = self._choose(batch, rule.outlooks, self.cost.start_of(False)).lengths
+        most = max(int(drafted.max()), int(beforehand.max())) + FARTHER
+        chances = fill_chances(drafted, 1 / (1 + np.exp(-odds)), rule.outlooks, most)
+        by_rule = drafted if outcome.is_ruled else lengths_by(rule, np.minimum(batch.rooms, most), chances)
+        survivals = np.multiply.accumulate(chances, axis=1)
+        tokens, seconds = [], []
+        for lengths in (beforehand, by_rule):
+            num_drafted, num_passes = int(lengths.sum()), max(int(lengths.max()), 1)
+            if lengths is drafted:
+                num_passes = outcome.num_draft_passes
+            tokens.append(num + float(survivals[np.arange(most) < lengths[:, None]].sum()))
+            pass_s = float(self.cost.draft_s(max(num_drafted / num_passes, 1.0)))
+            seconds.append(num_passes * pass_s + float(self.cost.verify_s(num + num_drafted)))
+        self._sight.observe(num, (tokens[0], tokens[1]), (seconds[0], seconds[1]))
+
+    @property
+    def _gain(self) -> float:
+        return self._gains[self._is_ruled]
+
+    @property
+    def _start_s(self) -> float:
+        return self.cost.start_of(self._is_ruled)
 
     def _plain_s(self, outcome: Outcome) -> float:
         """What such a step takes without drafts, as far as is known."""
@@ -331,15 +382,17 @@ class Auto(Policy):
         """The plan for such a batch by all that is known."""
         self.cost.turn_to(batch.num_sequences)
         outlooks, doubts = self.acceptance.outlooks(batch.slots)
+        starts_s = self.cost.start_of(False), self.cost.start_of(True)
+        self._is_ruled = not self._can_rule or self._sight.is_worth_it(batch.num_sequences, starts_s)
         # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
-        # the same way. While nobody drafts there are probes for that.
+        # the same way. While nobody drafts there are probes for that; and of what nobody looks at too much costs more.
         doubts /= np.sqrt(max(batch.slots.size, 1))
-        hopes = np.minimum(outlooks + doubts, HIGHEST) if self._drafts else outlooks
-        choice = self._choose(batch, hopes)
+        hopes = np.minimum(outlooks + doubts, HIGHEST) if self._drafts and self._is_ruled else outlooks
+        choice = self._choose(batch, hopes, self._start_s)
         is_worth = self._is_worth_reading(batch, choice)
         if not is_worth.all():
             # Without those who will have ended before it has paid for what their drafts must read first.
-            choice = self._choose(batch, np.where(is_worth, hopes, LOWEST))
+            choice = self._choose(batch, np.where(is_worth, hopes, LOWEST), self._start_s)
             choice.lengths = np.where(is_worth, choice.lengths, 0)
         is_blind = self._is_blind(batch, choice)
         pays, foregone_s = (False, 0.0) if is_blind else self._decide(batch, choice)
@@ -350,7 +403,8 @@ class Auto(Policy):
         # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones, at all and in a
         # batch of this size: nobody knows what so many tokens cost.
         known = (2 * self.cost.most_verified - batch.num_sequences) // max(batch.num_sequences, 1)
-        lengths = np.where(chosen > 0, np.minimum(2 * chosen + 2, min(self._reach, max(known, FIRST_REACH))), 0)
+        farthest = 2 * chosen + 2 if self._is_ruled else chosen
+        lengths = np.where(chosen > 0, np.minimum(farthest, min(self._reach, max(known, FIRST_REACH))), 0)
         if pays or is_blind or self._is_hopeful(batch, outlooks):
             self._hope = 1.0
         can_look = not self._probe.is_under_way or self._probe.is_due(batch)
@@ -380,8 +434,9 @@ class Auto(Policy):
             plan.num_resting = self._probe.num_steps_left(self._hope * plain_s + URGENCY * foregone_s)
             if foregone_s:
                 plan.num_resting = min(plan.num_resting, int(self._missing_s(batch) / foregone_s))
+        rule = None
         if pays:
-            plan.stop = StopByWorth(
+            rule = StopByWorth(
                 weights=self.acceptance.weights[2:].copy(),
                 offsets=self.acceptance.offsets(outlooks),
                 outlooks=outlooks,
@@ -391,8 +446,9 @@ class Auto(Policy):
                 usual=chosen,
                 dearer=rate * (prices.beyond_s - prices.token_s),
             )
+            plan.stop = rule if self._is_ruled else None
         is_doubtful = pays and not self._seems_to_pay(choice)
-        return _Draft(batch, plan, planned_rate, is_probing, is_blind, is_doubtful, foregone_s)
+        return _Draft(batch, plan, planned_rate, rule, self._is_ruled, is_probing, is_blind, is_doubtful, foregone_s)
 
     def _is_blind(self, batch: BatchView, choice: _Choice) -> bool:
         """Whether to have a step without drafts measured: whoever begins with drafts compares them with one that was
@@ -420,7 +476,7 @@ class Auto(Policy):
         """Whether drafts would pay if clearly more of them stood than is known of; or nobody knows what they take."""
         if self.cost.num_drafts < NUM_TRIED:
             return True
-        choice = self._choose(batch, np.minimum(outlooks + HOPE * (1 - outlooks), HIGHEST))
+        choice = self._choose(batch, np.minimum(outlooks + HOPE * (1 - outlooks), HIGHEST), self._start_s)
         return self._seems_to_pay(choice)
 
     def _seems_to_pay(self, choice: _Choice) -> bool:
@@ -447,7 +503,8 @@ class Auto(Policy):
         # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
         return float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) - self._foregone_s
 
-    def _choose(self, batch: BatchView, outlooks: FloatArray) -> _Choice:
+    def _choose(self, batch: BatchView, outlooks: FloatArray, start_s: float) -> _Choice:
+        """Where a draft takes `start_s` once."""
         num_base = batch.num_sequences
         kinds = self._menu.kinds(outlooks)
         one_length = batch.favours_one_length or kinds.size == 1
@@ -456,7 +513,7 @@ class Auto(Policy):
         # Hundreds of choices, but never more sequences in a pass than there are.
         pass_s = np.concatenate(([0.0], self.cost.draft_s(np.arange(1.0, kinds.size + 1))))
         draft_s = pass_s[counts.astype(np.intp)]
-        seconds = self.cost.start_s + np.add.accumulate(draft_s, axis=1) + self.cost.verify_s(packed)
+        seconds = start_s + np.add.accumulate(draft_s, axis=1) + self.cost.verify_s(packed)
         rates = np.where(drafted > 0, (num_base + gains) / seconds, 0.0)
         level, last = divmod(int(rates.argmax()), self.max)
         rate_off = num_base / float(self.cost.verify_s(num_base))

@@ -170,6 +170,8 @@ class Outcome(_Counted):
     is_resumed: bool = False
     """the draft began from rest, and may have taken longer than one that follows on another; engines in which it makes
     no difference do not say so"""
+    is_ruled: bool = False
+    """a rule was there to end its drafts, for which a device may have to wait"""
     num_steps: int = 1
     """that it stands for, one after the other and all alike: a rest that the plan announced may be told as one"""
 

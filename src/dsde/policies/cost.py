@@ -101,7 +101,10 @@ class CostModel:
         self._verifications = Verifications(VERIFY_S, is_flat_below)
         self._draft = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
-        self._start = Start()
+        self._starts = Start(), Start()
+        """of drafts of fixed lengths, and of those that a rule may end"""
+        self._is_ruled = False
+        """of these, the newest"""
         self._tempo = Tempo()
         self._aside: list[Outcome] = []
         """steps that may be the first of a machine that has changed"""
@@ -142,14 +145,19 @@ class CostModel:
 
     @property
     def start_s(self) -> float:
-        """Of a draft, beside its passes."""
-        return self._start.seconds
+        """Of a draft like the newest, beside its passes."""
+        return self.start_of(self._is_ruled)
 
-    def drafting_s(self, num_tokens: int, num_passes: int) -> float:
+    def start_of(self, is_ruled: bool) -> float:
+        """The same of one that a rule may end, or none; as of the others, if there was none of these."""
+        own, other = self._starts[is_ruled], self._starts[not is_ruled]
+        return (own if own.is_seen or not other.is_seen else other).seconds
+
+    def drafting_s(self, num_tokens: int, num_passes: int, is_ruled: bool = False) -> float:
         """Of drafting so many tokens in so many passes, nobody having to catch up."""
         if not num_passes:
             return 0.0
-        return self.start_s + num_passes * float(self.draft_s(max(num_tokens / num_passes, 1.0)))
+        return self.start_of(is_ruled) + num_passes * float(self.draft_s(max(num_tokens / num_passes, 1.0)))
 
     def verify_s(self, tokens: ArrayLike) -> FloatArray:
         """Of one verification of so many packed tokens."""
@@ -259,7 +267,7 @@ class CostModel:
             return
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)
         if factor != 1.0:
-            for curve in (self._verifications, self._draft, self._catch_up, self._start):
+            for curve in (self._verifications, self._draft, self._catch_up, *self._starts):
                 curve.scale(factor)
 
     def _measure(self, outcome: Outcome) -> None:
@@ -273,19 +281,22 @@ class CostModel:
         if not num_passes:
             self._num_idle += outcome.num_steps
             return
+        self._is_ruled = is_ruled = outcome.is_ruled
         is_behind = _is_behind(outcome)
         self._num_unclean = self._num_unclean + 1 if is_behind else 0
         if not is_behind or self._num_unclean > MOST_UNCLEAN:
             self._measure_draft(num_passes, num_drafted, outcome.draft_s)
-            if self._start.observe(num_passes, max(num_drafted / num_passes, 1.0), outcome.draft_s):
+            start, size = self._starts[is_ruled], max(num_drafted / num_passes, 1.0)
+            pass_s = float(self._draft.seconds(size)) if self._starts[not is_ruled].is_told else None
+            if start.observe(num_passes, size, outcome.draft_s, pass_s) and start.is_told:
                 # Or else what it takes once would be in the passes as well, or in neither.
-                passes, sizes, seconds = self._start.drafts.T
-                self._draft.remember(sizes, np.maximum(seconds - self.start_s, 0.0) / passes)
+                passes, sizes, seconds = start.drafts.T
+                self._draft.remember(sizes, np.maximum(seconds - start.seconds, 0.0) / passes)
         elif self._draft.num_measured:
             # Whatever else the draft did, its passes took no longer: while nobody drafts that is all to go by.
-            if outcome.draft_s < self.drafting_s(num_drafted, num_passes):
+            if outcome.draft_s < self.drafting_s(num_drafted, num_passes, is_ruled):
                 self._measure_draft(num_passes, num_drafted, outcome.draft_s)
-            rest_s = outcome.draft_s - min(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
+            rest_s = outcome.draft_s - min(outcome.draft_s, self.drafting_s(num_drafted, num_passes, is_ruled))
             if not outcome.num_draft_prompt_tokens:  # which are read in passing, at another price
                 self._catch_up.observe(outcome.num_catch_up_tokens, rest_s)
 
@@ -294,7 +305,8 @@ class CostModel:
         is_new, before_s = self._num_idle > LONGEST_IDLE, float(self._draft.seconds(batch_size))
         if is_new:
             self._draft.renew(batch_size)
-            self._start.pause()
+            for start in self._starts:
+                start.pause()
         self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
         if is_new:
@@ -305,9 +317,9 @@ class CostModel:
         num_passes, num_drafted = _drafting(outcome)
         draft_s = catch_up_s = 0.0
         if num_passes and not (_is_behind(outcome) and self._num_unclean <= MOST_UNCLEAN):
-            draft_s = limit(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
+            draft_s = limit(outcome.draft_s, self.drafting_s(num_drafted, num_passes, outcome.is_ruled))
         elif outcome.draft_s > 0:  # without a pass the draft only read, and nobody was ready to draft
-            draft_s = min(outcome.draft_s, self.drafting_s(num_drafted, num_passes))
+            draft_s = min(outcome.draft_s, self.drafting_s(num_drafted, num_passes, outcome.is_ruled))
             catch_up_s = self._limited_catch_up_s(outcome.draft_s - draft_s, outcome)
         beyond_s = outcome.draft_s + outcome.verify_s - draft_s - catch_up_s - verify_s
         return StepCost(draft_s, catch_up_s, verify_s, not self._tempo.is_in_doubt, max(beyond_s, 0.0))
@@ -328,7 +340,8 @@ class CostModel:
         """What was learnt, for JSON."""
         return {
             "version": 2,
-            "start_s": self._start.seconds,
+            "start_s": self.start_of(False),
+            "ruled_start_s": self.start_of(True),
             "verify": self._verifications.to_dict(),
             "draft": self._draft.to_dict(),
             "catch_up": self._catch_up.to_dict(),
@@ -352,7 +365,8 @@ class CostModel:
             self._draft.restore(saved["draft"])
             self._catch_up.restore(saved["catch_up"])
             # Of an older file it is spread over the passes.
-            self._start.seconds = _seconds(saved.get("start_s", 0.0))
+            self._starts[False].seconds = _seconds(saved.get("start_s", 0.0))
+            self._starts[True].seconds = _seconds(saved.get("ruled_start_s", saved.get("start_s", 0.0)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"this is no saved cost model ({error}); measure again without it") from None
 

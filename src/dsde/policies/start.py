@@ -21,11 +21,14 @@ class Start:
 
     Told from its passes as soon as drafts of about the same size differ in length: a straight line through the newest
     of them, by the medians of its slopes and heights, which a few steps that were held up do not move. Never more than
-    half of a draft just seen: under another load what was learnt is wrong, and the passes would cost nothing.
+    half of a draft just seen: under another load what was learnt is wrong, and the passes would cost nothing. Drafts
+    that are all of one length tell it if others, which take something else once, tell what a pass takes.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.is_told = False
+        """whether drafts of different lengths told it"""
         self._held = np.zeros((NUM_STARTS, 3))
         self._num_seen = 0
         self._num_before = 0
@@ -35,14 +38,18 @@ class Start:
         """Drafts from now on are told from those before, which tell no more what passes take."""
         self._num_before = self._num_seen
 
-    def observe(self, num_passes: int, size: float, seconds: float) -> bool:
-        """A draft took this, with passes of so many sequences. Returns whether it takes something else once than the
-        passes of those before it were measured with."""
+    @property
+    def is_seen(self) -> bool:
+        return self._num_seen > 0
+
+    def observe(self, num_passes: int, size: float, seconds: float, pass_s: float | None = None) -> bool:
+        """A draft took this, with passes of so many sequences, each of which takes `pass_s` as others tell. Returns
+        whether it takes something else once than the passes of those before it were measured with."""
         before_s = self.seconds
         self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
         self._num_seen += 1
-        if self._num_seen % 4 == 0:
-            self._fit(size)
+        if self._num_seen % 4 == 0 or not (self.is_told or pass_s is None):
+            self._fit(size, pass_s)
         self.seconds = min(self.seconds, seconds / 2)
         return abs(self.seconds - before_s) > TRIFLE * seconds
 
@@ -57,15 +64,19 @@ class Start:
         self._held[:, 2] *= factor
         self.seconds *= factor
 
-    def _fit(self, size: float) -> None:
+    def _fit(self, size: float, pass_s: float | None) -> None:
         held = self._held[: min(self._num_seen, NUM_STARTS)]
         num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= MOST_UNLIKE * size].T
         ones, others = _pairs(seconds.size)
         apart = num_passes[others] - num_passes[ones]
         tells = apart != 0
-        if np.count_nonzero(tells) < NUM_STARTS // 2:
+        if np.count_nonzero(tells) >= NUM_STARTS // 2:
+            slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
+            self.is_told = True
+        elif pass_s is not None:
+            slope = pass_s
+        else:
             return
-        slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
         self.seconds = max(_median(seconds - slope * num_passes), 0.0)
 
 

@@ -188,6 +188,7 @@ class _Simulator:
             num_cut=0 if plan.budget is None else plan.budget.num_cut,
             num_draft_passes=int(passes.max()),
             num_catch_up_tokens=num_missed,
+            is_ruled=plan.stop is not None,
         )
         self.policy.settle()
         self.policy.observe(outcome)

@@ -1,0 +1,90 @@
+"""Whether to decide token by token, or beforehand: what looking at tokens while they are drafted is worth on average.
+
+A rule saves passes that would not pay and goes on where tokens look sure, but a device waits to hear what was decided:
+on one whose host is slow longer than a pass takes. Both ways are worked out for the same drafts, by the chances that
+their tokens turned out to have, so that luck is in neither. For every size of batch by itself, each up to twice as
+large as the one before. Knows nothing of signals, nor what anything takes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsde.core.stops import StopByWorth
+from dsde.policies.base import FloatArray, IntArray
+from dsde.policies.verifications import size_of_batch
+
+MEMORY = 64.0
+"""drafts worked out, after which one counts about a third"""
+FARTHER = 4
+"""tokens beyond those that were drafted, up to which it is worked out how far a rule would have gone"""
+CLEAR = 1.02
+"""times as many tokens per second, that the other way must bring"""
+FIRST_TRY, LAST_TRY = 16, 512
+"""drafts until the other way is tried, at first and in the long run: what it takes is not known otherwise"""
+NUM_TRIES = 3
+"""drafts of a try, one after the other"""
+
+
+class Sight:
+    def __init__(self) -> None:
+        self._sums: dict[int, FloatArray] = {}
+        """by size of batch, fading: tokens and seconds beside starts, decided beforehand and by a rule; and drafts"""
+        self._is_ruled: dict[int, bool] = {}
+        """the way that was found better"""
+        self._waits: dict[int, int] = {}
+        """drafts from the last try to the next"""
+        self._nums: dict[int, int] = {}
+        """drafts since then, those of a try included"""
+
+    def count(self, num_sequences: int) -> None:
+        """A draft of so many was verified."""
+        size = size_of_batch(num_sequences)
+        self._nums[size] = self._nums.get(size, 0) + 1
+        wait = self._waits.get(size, FIRST_TRY)
+        if self._nums[size] >= wait + NUM_TRIES:
+            self._nums[size], self._waits[size] = 0, min(2 * wait, LAST_TRY)
+
+    def observe(self, num_sequences: int, tokens: tuple[float, float], seconds: tuple[float, float]) -> None:
+        """What a draft would have brought, decided beforehand and by a rule, and taken beside what one takes once."""
+        size = size_of_batch(num_sequences)
+        kept = np.exp(-1 / MEMORY)
+        self._sums[size] = kept * self._sums.get(size, np.zeros(5)) + np.array([*tokens, *seconds, 1.0])
+
+    def is_worth_it(self, num_sequences: int, starts_s: tuple[float, float]) -> bool:
+        """Whether a rule is to decide in the next draft of so many, where one takes so long once, decided beforehand
+        and by a rule; for a few drafts now and then it is the other way round."""
+        size = size_of_batch(num_sequences)
+        is_ruled = self._is_ruled.get(size, True)
+        sums = self._sums.get(size)
+        if sums is not None:
+            rates = (sums[:2] / (sums[2:4] + sums[4] * np.array(starts_s))).tolist()
+            if rates[not is_ruled] > CLEAR * rates[is_ruled]:
+                is_ruled = self._is_ruled[size] = not is_ruled
+                self._waits[size] = FIRST_TRY
+        is_try = self._nums.get(size, 0) >= self._waits.get(size, FIRST_TRY)
+        return is_ruled != is_try
+
+
+def lengths_by(rule: StopByWorth, wanted: IntArray, chances: FloatArray) -> IntArray:
+    """[sequences] how far drafts of `wanted` lengths, at most, go under a rule, if their tokens have these `chances`
+    [sequences, tokens] when they are looked at."""
+    lengths = np.zeros(wanted.size, np.int64)
+    drafting = np.flatnonzero(wanted > 0)
+    survivals = np.ones(wanted.size)
+    for depth in range(chances.shape[1]):
+        survivals[drafting] *= chances[drafting, depth]
+        drafting = drafting[rule.keeps(depth, drafting, survivals[drafting])]
+        lengths[drafting] = depth + 1
+        may_go_on = wanted[drafting] > depth + 1
+        drafting = drafting[rule.goes_on(depth, drafting, survivals[drafting], may_go_on)]
+        if not drafting.size:
+            break
+    return lengths
+
+
+def fill_chances(drafted: IntArray, found: FloatArray, outlooks: FloatArray, num: int) -> FloatArray:
+    """[sequences, num] those `found` of drafted tokens, sequence after sequence, and the outlook behind them."""
+    chances = np.repeat(outlooks[:, None], num, axis=1)
+    chances[np.arange(num) < drafted[:, None]] = found
+    return chances

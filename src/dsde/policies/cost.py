@@ -287,7 +287,8 @@ class CostModel:
         if not is_behind or self._num_unclean > MOST_UNCLEAN:
             self._measure_draft(num_passes, num_drafted, outcome.draft_s)
             start, size = self._starts[is_ruled], max(num_drafted / num_passes, 1.0)
-            pass_s = float(self._draft.seconds(size)) if self._starts[not is_ruled].is_told else None
+            # As it was told, and not as it is known by now: that follows from what this finds.
+            pass_s = self._starts[not is_ruled].pass_s(size)
             if start.observe(num_passes, size, outcome.draft_s, pass_s) and start.is_told:
                 # Or else what it takes once would be in the passes as well, or in neither.
                 passes, sizes, seconds = start.drafts.T

@@ -27,8 +27,8 @@ class Start:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.is_told = False
-        """whether drafts of different lengths told it"""
+        self._told: tuple[float, float] | None = None
+        """the size of drafts of different lengths that told it last, and what they told of a pass"""
         self._held = np.zeros((NUM_STARTS, 3))
         self._num_seen = 0
         self._num_before = 0
@@ -41,6 +41,15 @@ class Start:
     @property
     def is_seen(self) -> bool:
         return self._num_seen > 0
+
+    @property
+    def is_told(self) -> bool:
+        """Whether drafts of different lengths told it."""
+        return self._told is not None
+
+    def pass_s(self, size: float) -> float | None:
+        """What a pass of about this size takes, as drafts of different lengths told; None: they did not."""
+        return self._told[1] if self._told is not None and abs(self._told[0] - size) <= MOST_UNLIKE * size else None
 
     def observe(self, num_passes: int, size: float, seconds: float, pass_s: float | None = None) -> bool:
         """A draft took this, with passes of so many sequences, each of which takes `pass_s` as others tell. Returns
@@ -63,6 +72,8 @@ class Start:
         """As of a curve."""
         self._held[:, 2] *= factor
         self.seconds *= factor
+        if self._told is not None:
+            self._told = self._told[0], self._told[1] * factor
 
     def _fit(self, size: float, pass_s: float | None) -> None:
         held = self._held[: min(self._num_seen, NUM_STARTS)]
@@ -72,7 +83,7 @@ class Start:
         tells = apart != 0
         if np.count_nonzero(tells) >= NUM_STARTS // 2:
             slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
-            self.is_told = True
+            self._told = size, slope
         elif pass_s is not None:
             slope = pass_s
         else:

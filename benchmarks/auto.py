@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -266,8 +267,14 @@ def run_looks(_: Bench, options: argparse.Namespace) -> None:
 PARTS = {"pair": run_pair, "grid": run_grid, "ablation": run_ablation, "shift": run_shift, "looks": run_looks}
 
 
-def read_costs(text: str) -> Costs | MeasuredCosts:
-    return make_costs(text if text in COSTS else Path(text).read_text(encoding="utf-8"))
+def read_costs(text: str, ruled_ms: float | None = None) -> Costs | MeasuredCosts:
+    if text in COSTS:
+        return make_costs(text)
+    given = Path(text).read_text(encoding="utf-8")
+    if ruled_ms is not None:
+        with suppress(ValueError, TypeError):  # of which `make_costs` says what is wrong
+            given = json.dumps(json.loads(given) | {"ruled_s": ruled_ms / 1e3})
+    return make_costs(given)
 
 
 def main() -> None:
@@ -275,6 +282,7 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--costs", default=str(FOLDER / "costs_h200.json"), help=f"a file, or {', '.join(COSTS)}")
+    parser.add_argument("--ruled-ms", type=float, help="that a draft takes longer if a rule may end it; of a file")
     parser.add_argument("--batches", type=lambda text: [int(item) for item in text.split(",")])
     parser.add_argument("--streams", type=lambda text: [item.strip() for item in text.split(";")], help="as in 0.3;0.8")
     parser.add_argument("--seeds", type=int, default=3)
@@ -291,7 +299,7 @@ def main() -> None:
     options = parser.parse_args()
     options.drawn_seeds = range(options.first_seed, options.first_seed + options.seeds)
     try:
-        PARTS[options.part](Bench(read_costs(options.costs)), options)
+        PARTS[options.part](Bench(read_costs(options.costs, options.ruled_ms)), options)
     except (InvalidInput, OSError) as error:
         sys.exit(f"auto.py: {error}")
 

@@ -89,7 +89,7 @@ def make_costs(text: str) -> Costs | MeasuredCosts:
     if text.strip() in COSTS:
         return COSTS[text.strip()]
     if not text.strip().startswith("{"):
-        raise InvalidInput(f"cost must be one of {', '.join(COSTS)} or a JSON object, not {text!r}")
+        raise InvalidInput(f"cost must be one of {', '.join(COSTS)} or a JSON object, not {text[:40]!r}")
     try:
         given = json.loads(text)
     except json.JSONDecodeError as error:

@@ -19,7 +19,8 @@ MEMORY = 64.0
 FARTHER = 4
 """tokens beyond those that were drafted, up to which it is worked out how far a rule would have gone"""
 CLEAR = 1.02
-"""times as many tokens per second, that the other way must bring"""
+"""times as many tokens per second, that lengths chosen beforehand must bring. A rule is gone back to for less: what it
+would have seen beyond what was drafted is not known"""
 FIRST_TRY, LAST_TRY = 16, 512
 """drafts until the other way is tried, at first and in the long run: what it takes is not known otherwise"""
 NUM_TRIES = 3
@@ -59,7 +60,7 @@ class Sight:
         sums = self._sums.get(size)
         if sums is not None:
             rates = (sums[:2] / (sums[2:4] + sums[4] * np.array(starts_s))).tolist()
-            if rates[not is_ruled] > CLEAR * rates[is_ruled]:
+            if rates[not is_ruled] > (CLEAR if is_ruled else 1.0) * rates[is_ruled]:
                 is_ruled = self._is_ruled[size] = not is_ruled
                 self._waits[size] = FIRST_TRY
         is_try = self._nums.get(size, 0) >= self._waits.get(size, FIRST_TRY)

@@ -20,7 +20,7 @@ class Blindfolded(Auto):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sight.is_worth_it = lambda *_: False  # type: ignore[method-assign]
+        self._sight.is_worth_it = self._sight.is_try = lambda *_: False  # type: ignore[method-assign]
 
 
 class Amnesiac(AcceptanceModel):

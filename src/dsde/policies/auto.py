@@ -25,7 +25,7 @@ from dsde.policies.menu import Menu
 from dsde.policies.price import find_prices
 from dsde.policies.probe import Probe
 from dsde.policies.recheck import Recheck
-from dsde.policies.sight import FARTHER, Sight, fill_chances, lengths_by
+from dsde.policies.sight import Sight, fill_chances
 from dsde.policies.steadiness import Steadiness
 from dsde.policies.verifications import size_of_batch
 
@@ -61,7 +61,7 @@ NUM_IN_PASSING = 2
 MOST_REPEATS = 2
 """of a plan, one after the other, where there is hardly any time to think of another"""
 WEIGHED_EVERY = 4
-"""drafts, of one of which it is worked out what looking at its tokens was worth"""
+"""drafts that a rule may end, of one of which it is worked out what that was worth; of a try of all"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -329,7 +329,8 @@ class Auto(Policy):
         self._reach = min(2 * self._reach, self.max)
         if draft.rule is not None:
             self._can_rule = self._can_rule and draft.is_ruled == outcome.is_ruled
-            self._weigh(outcome, draft, draft.rule)
+            if self._can_rule:
+                self._weigh(outcome, draft, draft.rule)
         # Plans leave prompts out that are read anyway.
         prompts_s = plain_s - float(self.cost.verify_s(outcome.num_sequences))
         seconds = step.draft_s + max(step.verify_s - prompts_s, 0.0)
@@ -340,26 +341,28 @@ class Auto(Policy):
             self._gains[draft.is_ruled] = min(max(kept * before + (1 - kept) * gain, 0.5), 2.0)
 
     def _weigh(self, outcome: Outcome, draft: _Draft, rule: StopByWorth) -> None:
-        """What the draft would have brought, and taken, decided beforehand and by the rule."""
-        num, drafted, batch = outcome.num_sequences, outcome.drafted, draft.batch
+        """What a draft that a rule ended would have brought, and taken, had its lengths been chosen beforehand."""
+        num, drafted = outcome.num_sequences, outcome.drafted
+        is_try = self._sight.is_try(num)
         self._sight.count(num)
         self._num_weighed += 1
         signals = outcome.draft_signals
         is_known = signals.shape[0] == int(drafted.sum()) and bool(np.isfinite(signals).all())
-        if self._num_weighed % WEIGHED_EVERY or not is_known or rule.outlooks.size != drafted.size:
+        if not (outcome.is_ruled and is_known) or (not is_try and self._num_weighed % WEIGHED_EVERY):
             return
         odds = np.repeat(rule.offsets, drafted) + make_looks(signals) @ rule.weights
         self.cost.turn_to(num)
-        beforehand = self._choose(batch, rule.outlooks, self.cost.start_of(False)).lengths
-        most = max(int(drafted.max()), int(beforehand.max())) + FARTHER
+        beforehand = self._choose(draft.batch, rule.outlooks, self.cost.start_of(False)).lengths
+        # Those who did not draft for another reason would not have drafted then either.
+        beforehand = np.where(draft.plan.lengths > 0, beforehand, 0)
+        most = max(int(drafted.max()), int(beforehand.max()), 1)
         chances = fill_chances(drafted, 1 / (1 + np.exp(-odds)), rule.outlooks, most)
-        by_rule = drafted if outcome.is_ruled else lengths_by(rule, np.minimum(batch.rooms, most), chances)
         survivals = np.multiply.accumulate(chances, axis=1)
         tokens, seconds = [], []
-        for lengths in (beforehand, by_rule):
-            num_drafted, num_passes = int(lengths.sum()), max(int(lengths.max()), 1)
-            if lengths is drafted:
-                num_passes = outcome.num_draft_passes
+        # Of requests that chose for themselves there may be longer ones beside them.
+        most_passes = min(outcome.num_draft_passes, int(drafted.max()) + 1)
+        for lengths, num_passes in ((beforehand, int(beforehand.max())), (drafted, most_passes)):
+            num_drafted, num_passes = int(lengths.sum()), max(num_passes, 1)
             tokens.append(num + float(survivals[np.arange(most) < lengths[:, None]].sum()))
             pass_s = float(self.cost.draft_s(max(num_drafted / num_passes, 1.0)))
             seconds.append(num_passes * pass_s + float(self.cost.verify_s(num + num_drafted)))
@@ -396,6 +399,13 @@ class Auto(Policy):
             choice.lengths = np.where(is_worth, choice.lengths, 0)
         is_blind = self._is_blind(batch, choice)
         pays, foregone_s = (False, 0.0) if is_blind else self._decide(batch, choice)
+        is_doubtful = pays and not self._seems_to_pay(choice)
+        if pays and self._can_rule and self._sight.is_try(batch.num_sequences):
+            # By the way that was found better it pays, whatever the other one seems to bring.
+            self._is_ruled = not self._is_ruled
+            other = self._choose(batch, np.where(is_worth, outlooks, LOWEST), self._start_s)
+            choice = other if other.lengths.any() else choice
+            choice.lengths = np.where(is_worth, choice.lengths, 0)
         chosen = choice.lengths if pays else choice.lengths * 0
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
         planned_rate = num_emitted / choice.seconds if pays else 0.0
@@ -447,7 +457,6 @@ class Auto(Policy):
                 dearer=rate * (prices.beyond_s - prices.token_s),
             )
             plan.stop = rule if self._is_ruled else None
-        is_doubtful = pays and not self._seems_to_pay(choice)
         return _Draft(batch, plan, planned_rate, rule, self._is_ruled, is_probing, is_blind, is_doubtful, foregone_s)
 
     def _is_blind(self, batch: BatchView, choice: _Choice) -> bool:

@@ -105,6 +105,8 @@ class CostModel:
         """of drafts of fixed lengths, and of those that a rule may end"""
         self._is_ruled = False
         """of these, the newest"""
+        self._num_alike = 0
+        """drafts like it, one after the other"""
         self._tempo = Tempo()
         self._aside: list[Outcome] = []
         """steps that may be the first of a machine that has changed"""
@@ -151,7 +153,7 @@ class CostModel:
     def start_of(self, is_ruled: bool) -> float:
         """The same of one that a rule may end, or none; as of the others, if there was none of these."""
         own, other = self._starts[is_ruled], self._starts[not is_ruled]
-        return (own if own.is_seen or not other.is_seen else other).seconds
+        return (own if own.is_known or not other.is_known else other).seconds
 
     def drafting_s(self, num_tokens: int, num_passes: int, is_ruled: bool = False) -> float:
         """Of drafting so many tokens in so many passes, nobody having to catch up."""
@@ -281,7 +283,12 @@ class CostModel:
         if not num_passes:
             self._num_idle += outcome.num_steps
             return
-        self._is_ruled = is_ruled = outcome.is_ruled
+        is_ruled = outcome.is_ruled
+        if is_ruled != self._is_ruled:
+            if self._num_alike > LONGEST_IDLE:
+                self._starts[is_ruled].pause()  # its drafts are of long ago, and passes may take something else by now
+            self._is_ruled, self._num_alike = is_ruled, 0
+        self._num_alike += 1
         is_behind = _is_behind(outcome)
         self._num_unclean = self._num_unclean + 1 if is_behind else 0
         if not is_behind or self._num_unclean > MOST_UNCLEAN:
@@ -366,8 +373,8 @@ class CostModel:
             self._draft.restore(saved["draft"])
             self._catch_up.restore(saved["catch_up"])
             # Of an older file it is spread over the passes.
-            self._starts[False].seconds = _seconds(saved.get("start_s", 0.0))
-            self._starts[True].seconds = _seconds(saved.get("ruled_start_s", saved.get("start_s", 0.0)))
+            self._starts[False].restore(_seconds(saved.get("start_s", 0.0)))
+            self._starts[True].restore(_seconds(saved.get("ruled_start_s", saved.get("start_s", 0.0))))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"this is no saved cost model ({error}); measure again without it") from None
 

@@ -1,26 +1,25 @@
 """Whether to decide token by token, or beforehand: what looking at tokens while they are drafted is worth on average.
 
 A rule saves passes that would not pay and goes on where tokens look sure, but a device waits to hear what was decided:
-on one whose host is slow longer than a pass takes. Both ways are worked out for the same drafts, by the chances that
-their tokens turned out to have, so that luck is in neither. For every size of batch by itself, each up to twice as
-large as the one before. Knows nothing of signals, nor what anything takes.
+on one whose host is slow longer than a pass takes. Both ways are worked out for the same drafts, those that a rule
+ended, by the chances that their tokens turned out to have, so that luck is in neither. For every size of batch by
+itself, each up to twice as large as the one before. Knows nothing of signals, nor what anything takes.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from dsde.core.stops import StopByWorth
 from dsde.policies.base import FloatArray, IntArray
 from dsde.policies.verifications import size_of_batch
 
 MEMORY = 64.0
 """drafts worked out, after which one counts about a third"""
-FARTHER = 4
-"""tokens beyond those that were drafted, up to which it is worked out how far a rule would have gone"""
+LEAST = 6.0
+"""of them, before anything is decided by them"""
 CLEAR = 1.02
-"""times as many tokens per second, that lengths chosen beforehand must bring. A rule is gone back to for less: what it
-would have seen beyond what was drafted is not known"""
+"""times as many tokens per second, that lengths chosen beforehand must bring before they are; then until they bring
+less"""
 FIRST_TRY, LAST_TRY = 16, 512
 """drafts until the other way is tried, at first and in the long run: what it takes is not known otherwise"""
 NUM_TRIES = 3
@@ -53,35 +52,22 @@ class Sight:
         self._sums[size] = kept * self._sums.get(size, np.zeros(5)) + np.array([*tokens, *seconds, 1.0])
 
     def is_worth_it(self, num_sequences: int, starts_s: tuple[float, float]) -> bool:
-        """Whether a rule is to decide in the next draft of so many, where one takes so long once, decided beforehand
-        and by a rule; for a few drafts now and then it is the other way round."""
+        """Whether a rule is to decide in drafts of so many, where one takes so long once, decided beforehand and by a
+        rule."""
         size = size_of_batch(num_sequences)
-        is_ruled = self._is_ruled.get(size, True)
-        sums = self._sums.get(size)
-        if sums is not None:
-            rates = (sums[:2] / (sums[2:4] + sums[4] * np.array(starts_s))).tolist()
-            if rates[not is_ruled] > (CLEAR if is_ruled else 1.0) * rates[is_ruled]:
-                is_ruled = self._is_ruled[size] = not is_ruled
-                self._waits[size] = FIRST_TRY
-        is_try = self._nums.get(size, 0) >= self._waits.get(size, FIRST_TRY)
-        return is_ruled != is_try
+        is_ruled, sums = self._is_ruled.get(size, True), self._sums.get(size)
+        if sums is None or sums[4] < LEAST:
+            return is_ruled
+        rates = (sums[:2] / (sums[2:4] + sums[4] * np.array(starts_s))).tolist()
+        if rates[not is_ruled] > (CLEAR if is_ruled else 1.0) * rates[is_ruled]:
+            is_ruled = self._is_ruled[size] = not is_ruled
+            self._nums[size], self._waits[size] = 0, FIRST_TRY
+        return is_ruled
 
-
-def lengths_by(rule: StopByWorth, wanted: IntArray, chances: FloatArray) -> IntArray:
-    """[sequences] how far drafts of `wanted` lengths, at most, go under a rule, if their tokens have these `chances`
-    [sequences, tokens] when they are looked at."""
-    lengths = np.zeros(wanted.size, np.int64)
-    drafting = np.flatnonzero(wanted > 0)
-    survivals = np.ones(wanted.size)
-    for depth in range(chances.shape[1]):
-        survivals[drafting] *= chances[drafting, depth]
-        drafting = drafting[rule.keeps(depth, drafting, survivals[drafting])]
-        lengths[drafting] = depth + 1
-        may_go_on = wanted[drafting] > depth + 1
-        drafting = drafting[rule.goes_on(depth, drafting, survivals[drafting], may_go_on)]
-        if not drafting.size:
-            break
-    return lengths
+    def is_try(self, num_sequences: int) -> bool:
+        """Whether the next draft of so many is to be made the other way all the same."""
+        size = size_of_batch(num_sequences)
+        return self._nums.get(size, 0) >= self._waits.get(size, FIRST_TRY)
 
 
 def fill_chances(drafted: IntArray, found: FloatArray, outlooks: FloatArray, num: int) -> FloatArray:

@@ -33,14 +33,20 @@ class Start:
         self._num_seen = 0
         self._num_before = 0
         """of them, before the last pause"""
+        self._is_given = False
 
     def pause(self) -> None:
         """Drafts from now on are told from those before, which tell no more what passes take."""
         self._num_before = self._num_seen
 
     @property
-    def is_seen(self) -> bool:
-        return self._num_seen > 0
+    def is_known(self) -> bool:
+        """Whether there was a draft, or somebody else knew."""
+        return self._num_seen > 0 or self._is_given
+
+    def restore(self, seconds: float) -> None:
+        """As it was told before there was any draft."""
+        self.seconds, self._is_given = seconds, True
 
     @property
     def is_told(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from dsde.core.stops import StopByWorth, make_looks
-from dsde.policies import Auto, BatchView, Outcome
+from dsde.policies import Auto, BatchView, CostModel, Outcome
 from dsde.policies.sight import FIRST_TRY, LAST_TRY, NUM_TRIES, Sight, fill_chances
 from dsde.policies.start import Start
 
@@ -169,3 +171,78 @@ def test_what_is_saved_of_costs_tells_the_ways_apart() -> None:
     older = Auto()
     older.cost.restore(saved)
     assert older.cost.start_of(True) == older.cost.start_of(False) == policy.cost.start_of(False)
+
+
+def drafted(num: int, is_ruled: bool, once_s: float) -> Outcome:
+    """One sequence's draft, all of which stood."""
+    return Outcome(
+        slots=np.arange(1),
+        drafted=np.array([num]),
+        accepted=np.array([num]),
+        klds=np.empty(0),
+        temperatures=np.zeros(1),
+        draft_signals=np.full((num, 3), 0.5),
+        draft_s=once_s + 0.5e-3 * num,
+        verify_s=2e-3,
+        num_decoding=1,
+        num_drafted=num,
+        num_draft_passes=num,
+        is_ruled=is_ruled,
+    )
+
+
+def test_what_was_restored_of_one_way_outlives_drafts_of_the_other() -> None:
+    cost = CostModel()
+    cost.restore(CostModel().to_dict() | {"start_s": 0.09e-3, "ruled_start_s": 0.65e-3})
+    cost.observe(drafted(2, is_ruled=False, once_s=0.09e-3))
+    assert cost.start_of(True) == pytest.approx(0.65e-3)
+    assert cost.start_of(False) == pytest.approx(0.09e-3)
+
+
+def test_what_a_pass_was_told_to_take_follows_the_machine() -> None:
+    start = Start()
+    for num in (1, 2, 3, 4) * 8:
+        start.observe(num, 1.0, 0.2e-3 + 0.5e-3 * num)
+    assert start.pass_s(1.0) == pytest.approx(0.5e-3)
+    assert start.pass_s(2.0) is None
+    start.scale(1.5)
+    assert start.pass_s(1.0) == pytest.approx(0.75e-3)
+
+
+def test_what_was_realised_of_one_way_says_nothing_of_the_other() -> None:
+    policy = Auto()
+    serve(policy, 0.0, 200)
+    before = list(policy._gains)
+    draft = next(found for _ in range(40) if (found := policy._draft(single())).rule is not None)
+    policy._learn_from(drafted(9, draft.is_ruled, 0.0), draft)
+    assert policy._gains[draft.is_ruled] != before[draft.is_ruled]
+    assert policy._gains[not draft.is_ruled] == before[not draft.is_ruled]
+
+
+def single() -> BatchView:
+    return BatchView(np.arange(1), np.full(1, 100), np.zeros(1), 1)
+
+
+def test_lengths_that_nobody_looks_at_have_no_benefit_of_the_doubt() -> None:
+    policy = Auto()
+    serve(policy, 0.0, 300)
+    policy._drafts = True
+    policy.acceptance.forget(np.arange(1))  # of whom little is known
+    wanted = {}
+    seen: list[np.ndarray] = []
+    choose = policy._choose
+
+    def note(batch: BatchView, outlooks: np.ndarray, start_s: float) -> Any:
+        seen.append(outlooks)
+        return choose(batch, outlooks, start_s)
+
+    policy._choose = note  # type: ignore[method-assign]
+    policy._sight.is_try = lambda *_: False  # type: ignore[method-assign]
+    for is_ruled in (True, False):
+        policy._sight.is_worth_it = lambda *_, way=is_ruled: way  # type: ignore[method-assign, misc]
+        seen.clear()
+        policy._draft(single())
+        wanted[is_ruled] = float(seen[0][0])
+    outlook = float(policy.acceptance.outlooks(np.arange(1))[0][0])
+    assert wanted[False] == pytest.approx(outlook)
+    assert wanted[True] > outlook + 0.05

@@ -53,18 +53,16 @@ def test_behind_the_tokens_that_were_drafted_there_is_the_outlook() -> None:
     np.testing.assert_array_equal(chances, [[0.1, 0.2, 0.7], [0.8, 0.8, 0.8], [0.3, 0.9, 0.9]])
 
 
-def test_drafts_of_one_length_tell_what_they_take_once_if_others_tell_what_a_pass_takes() -> None:
+def test_what_a_draft_takes_once_is_what_remains_if_others_tell_what_a_pass_takes() -> None:
     start = Start()
     for _ in range(12):
         start.observe(3, 1.0, 0.7e-3 + 3 * 0.5e-3)
     assert start.seconds == 0
+    assert not start.is_known
     start.observe(3, 1.0, 0.7e-3 + 3 * 0.5e-3, pass_s=0.5e-3)
     assert start.seconds == pytest.approx(0.7e-3)
+    assert start.is_known
     assert not start.is_told
-    for length in (1, 2, 4, 5) * 4:  # then by themselves
-        start.observe(length, 1.0, 0.2e-3 + length * 0.6e-3, pass_s=0.5e-3)
-    assert start.is_told
-    assert start.seconds == pytest.approx(0.2e-3, abs=0.1e-3)
 
 
 def end_by(rule: StopByWorth, most: int, chances: np.ndarray) -> int:
@@ -197,16 +195,6 @@ def test_what_was_restored_of_one_way_outlives_drafts_of_the_other() -> None:
     cost.observe(drafted(2, is_ruled=False, once_s=0.09e-3))
     assert cost.start_of(True) == pytest.approx(0.65e-3)
     assert cost.start_of(False) == pytest.approx(0.09e-3)
-
-
-def test_what_a_pass_was_told_to_take_follows_the_machine() -> None:
-    start = Start()
-    for num in (1, 2, 3, 4) * 8:
-        start.observe(num, 1.0, 0.2e-3 + 0.5e-3 * num)
-    assert start.pass_s(1.0) == pytest.approx(0.5e-3)
-    assert start.pass_s(2.0) is None
-    start.scale(1.5)
-    assert start.pass_s(1.0) == pytest.approx(0.75e-3)
 
 
 def test_what_was_realised_of_one_way_says_nothing_of_the_other() -> None:

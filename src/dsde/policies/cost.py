@@ -31,6 +31,8 @@ LONGEST_IDLE = 16
 """steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
 LONGEST_UNSEEN = 8
 """verifications of other sizes after which one without drafts does, and tells nothing of the machine as a whole"""
+NUM_ANCHORED = 8
+"""drafts of one way, one after the other, from which on these tell what a pass takes"""
 NUM_GUESSED = 3
 """verifications of a size of batch, for which what smaller ones cost is taken from batches of other sizes"""
 NEAR = 1.5
@@ -107,6 +109,8 @@ class CostModel:
         """of these, the newest"""
         self._num_alike = 0
         """drafts like it, one after the other"""
+        self._is_anchor_ruled = False
+        """whether those that a rule may end tell what a pass takes"""
         self._tempo = Tempo()
         self._aside: list[Outcome] = []
         """steps that may be the first of a machine that has changed"""
@@ -283,23 +287,12 @@ class CostModel:
         if not num_passes:
             self._num_idle += outcome.num_steps
             return
-        is_ruled = outcome.is_ruled
-        if is_ruled != self._is_ruled:
-            if self._num_alike > LONGEST_IDLE:
-                self._starts[is_ruled].pause()  # its drafts are of long ago, and passes may take something else by now
-            self._is_ruled, self._num_alike = is_ruled, 0
-        self._num_alike += 1
+        self._turn_way(outcome.is_ruled)
+        is_ruled = self._is_ruled
         is_behind = _is_behind(outcome)
         self._num_unclean = self._num_unclean + 1 if is_behind else 0
         if not is_behind or self._num_unclean > MOST_UNCLEAN:
-            self._measure_draft(num_passes, num_drafted, outcome.draft_s)
-            start, size = self._starts[is_ruled], max(num_drafted / num_passes, 1.0)
-            # As it was told, and not as it is known by now: that follows from what this finds.
-            pass_s = self._starts[not is_ruled].pass_s(size)
-            if start.observe(num_passes, size, outcome.draft_s, pass_s) and start.is_told:
-                # Or else what it takes once would be in the passes as well, or in neither.
-                passes, sizes, seconds = start.drafts.T
-                self._draft.remember(sizes, np.maximum(seconds - start.seconds, 0.0) / passes)
+            self._tell_apart(num_passes, max(num_drafted / num_passes, 1.0), num_drafted, outcome.draft_s)
         elif self._draft.num_measured:
             # Whatever else the draft did, its passes took no longer: while nobody drafts that is all to go by.
             if outcome.draft_s < self.drafting_s(num_drafted, num_passes, is_ruled):
@@ -307,6 +300,31 @@ class CostModel:
             rest_s = outcome.draft_s - min(outcome.draft_s, self.drafting_s(num_drafted, num_passes, is_ruled))
             if not outcome.num_draft_prompt_tokens:  # which are read in passing, at another price
                 self._catch_up.observe(outcome.num_catch_up_tokens, rest_s)
+
+    def _turn_way(self, is_ruled: bool) -> None:
+        """A draft was made that way. Which one tells what a pass takes, and which only what remains, is changed when
+        several were."""
+        if is_ruled != self._is_ruled or not self._num_alike:
+            self._is_anchor_ruled = self._is_anchor_ruled if self._num_alike else is_ruled
+            self._is_ruled, self._num_alike = is_ruled, 0
+            self._starts[is_ruled].renew()
+        self._num_alike += 1
+        if self._num_alike > NUM_ANCHORED:
+            self._is_anchor_ruled = is_ruled
+
+    def _tell_apart(self, num_passes: int, size: float, num_drafted: int, draft_s: float) -> None:
+        """What of a draft its passes took, and what it took once."""
+        start = self._starts[self._is_ruled]
+        if self._is_ruled != self._is_anchor_ruled and self._num_idle <= LONGEST_IDLE:
+            # A few between others, which tell what a pass takes.
+            start.observe(num_passes, size, draft_s, float(self._draft.seconds(size)))
+            self._num_idle = 0
+            return
+        self._measure_draft(num_passes, num_drafted, draft_s)
+        if start.observe(num_passes, size, draft_s) and start.is_told:
+            # Or else what it takes once would be in the passes as well, or in neither.
+            passes, sizes, seconds = start.drafts.T
+            self._draft.remember(sizes, np.maximum(seconds - start.seconds, 0.0) / passes)
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)

@@ -21,49 +21,40 @@ class Start:
 
     Told from its passes as soon as drafts of about the same size differ in length: a straight line through the newest
     of them, by the medians of its slopes and heights, which a few steps that were held up do not move. Never more than
-    half of a draft just seen: under another load what was learnt is wrong, and the passes would cost nothing. Drafts
-    that are all of one length tell it if others, which take something else once, tell what a pass takes.
+    half of a draft just seen: under another load what was learnt is wrong, and the passes would cost nothing. Where
+    others, which take something else once, tell what a pass takes, it is what remains.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._told: tuple[float, float] | None = None
-        """the size of drafts of different lengths that told it last, and what they told of a pass"""
+        self.is_told = False
+        """whether drafts of different lengths told it"""
+        self.is_known = False
+        """whether anybody did"""
         self._held = np.zeros((NUM_STARTS, 3))
         self._num_seen = 0
         self._num_before = 0
         """of them, before the last pause"""
-        self._is_given = False
 
     def pause(self) -> None:
         """Drafts from now on are told from those before, which tell no more what passes take."""
         self._num_before = self._num_seen
 
-    @property
-    def is_known(self) -> bool:
-        """Whether there was a draft, or somebody else knew."""
-        return self._num_seen > 0 or self._is_given
+    def renew(self) -> None:
+        """Drafts so far tell no more."""
+        self._num_seen = self._num_before = 0
 
     def restore(self, seconds: float) -> None:
         """As it was told before there was any draft."""
-        self.seconds, self._is_given = seconds, True
-
-    @property
-    def is_told(self) -> bool:
-        """Whether drafts of different lengths told it."""
-        return self._told is not None
-
-    def pass_s(self, size: float) -> float | None:
-        """What a pass of about this size takes, as drafts of different lengths told; None: they did not."""
-        return self._told[1] if self._told is not None and abs(self._told[0] - size) <= MOST_UNLIKE * size else None
+        self.seconds, self.is_known = seconds, True
 
     def observe(self, num_passes: int, size: float, seconds: float, pass_s: float | None = None) -> bool:
-        """A draft took this, with passes of so many sequences, each of which takes `pass_s` as others tell. Returns
+        """A draft took this, with passes of so many sequences, each of which takes `pass_s` if others tell. Returns
         whether it takes something else once than the passes of those before it were measured with."""
         before_s = self.seconds
         self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
         self._num_seen += 1
-        if self._num_seen % 4 == 0 or not (self.is_told or pass_s is None):
+        if self._num_seen % 4 == 0 or not self.is_known:
             self._fit(size, pass_s)
         self.seconds = min(self.seconds, seconds / 2)
         return abs(self.seconds - before_s) > TRIFLE * seconds
@@ -78,8 +69,6 @@ class Start:
         """As of a curve."""
         self._held[:, 2] *= factor
         self.seconds *= factor
-        if self._told is not None:
-            self._told = self._told[0], self._told[1] * factor
 
     def _fit(self, size: float, pass_s: float | None) -> None:
         held = self._held[: min(self._num_seen, NUM_STARTS)]
@@ -87,13 +76,14 @@ class Start:
         ones, others = _pairs(seconds.size)
         apart = num_passes[others] - num_passes[ones]
         tells = apart != 0
-        if np.count_nonzero(tells) >= NUM_STARTS // 2:
-            slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
-            self._told = size, slope
-        elif pass_s is not None:
+        if pass_s is not None:
             slope = pass_s
+        elif np.count_nonzero(tells) >= NUM_STARTS // 2:
+            slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
+            self.is_told = True
         else:
             return
+        self.is_known = True
         self.seconds = max(_median(seconds - slope * num_passes), 0.0)
 
 

@@ -155,9 +155,8 @@ class CostModel:
         return self.start_of(self._is_ruled)
 
     def start_of(self, is_ruled: bool) -> float:
-        """The same of one that a rule may end, or none; as of the others, if there was none of these."""
-        own, other = self._starts[is_ruled], self._starts[not is_ruled]
-        return (own if own.is_known or not other.is_known else other).seconds
+        """The same of one that a rule may end, or none; of the former as of the latter, while nobody knows."""
+        return self._starts[is_ruled and self._starts[True].is_known].seconds
 
     def drafting_s(self, num_tokens: int, num_passes: int, is_ruled: bool = False) -> float:
         """Of drafting so many tokens in so many passes, nobody having to catch up."""

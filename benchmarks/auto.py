@@ -269,6 +269,8 @@ PARTS = {"pair": run_pair, "grid": run_grid, "ablation": run_ablation, "shift": 
 
 def read_costs(text: str, ruled_ms: float | None = None) -> Costs | MeasuredCosts:
     if text in COSTS:
+        if ruled_ms is not None:
+            raise InvalidInput(f"--ruled-ms goes with a file of costs, and {text} is none")
         return make_costs(text)
     given = Path(text).read_text(encoding="utf-8")
     if ruled_ms is not None:

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
-from dsde.core.stops import StopByWorth, make_looks
+from dsde.core.stops import StopByWorth
 from dsde.policies.acceptance import HIGHEST, LOWEST, AcceptanceModel
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Need, Outcome, Plan, Policy
 from dsde.policies.cost import CostModel
@@ -60,8 +60,6 @@ NUM_IN_PASSING = 2
 """tokens that a draft reads beside the newest without taking longer"""
 MOST_REPEATS = 2
 """of a plan, one after the other, where there is hardly any time to think of another"""
-WEIGHED_EVERY = 4
-"""drafts that a rule may end, of one of which it is worked out what that was worth; of a try of all"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -91,8 +89,6 @@ class _Draft:
     """tokens per second while drafting; 0: nobody drafts, or only to look"""
     rule: StopByWorth | None
     """by which drafts end, or would if somebody looked at them; None: nobody drafts, or only to look"""
-    is_ruled: bool
-    """whether somebody does"""
     is_probing: bool
     is_blind: bool
     """made without drafts to have that measured"""
@@ -100,6 +96,11 @@ class _Draft:
     """made with drafts that do not seem to pay"""
     foregone_s: float
     """that drafting is believed to save, and nobody does"""
+
+    @property
+    def is_ruled(self) -> bool:
+        """Whether somebody looks at them."""
+        return self.plan.stop is not None
 
     def fits(self, batch: BatchView) -> bool:
         mine = self.batch
@@ -139,7 +140,6 @@ class Auto(Policy):
         self._can_rule = True
         """whether whoever drafts obeys a rule"""
         self._sight = Sight()
-        self._num_weighed = 0
         self._reach = min(FIRST_REACH, max)
         self._probe = Probe(self.cost, max, self._lifespan)
         self._recheck = Recheck()
@@ -343,20 +343,18 @@ class Auto(Policy):
     def _weigh(self, outcome: Outcome, draft: _Draft, rule: StopByWorth) -> None:
         """What a draft that a rule ended would have brought, and taken, had its lengths been chosen beforehand."""
         num, drafted = outcome.num_sequences, outcome.drafted
-        is_try = self._sight.is_try(num)
-        self._sight.count(num)
-        self._num_weighed += 1
-        signals = outcome.draft_signals
+        is_due, signals = self._sight.count(num), outcome.draft_signals
         is_known = signals.shape[0] == int(drafted.sum()) and bool(np.isfinite(signals).all())
-        if not (outcome.is_ruled and is_known) or (not is_try and self._num_weighed % WEIGHED_EVERY):
+        if not (is_due and outcome.is_ruled and is_known):
             return
-        odds = np.repeat(rule.offsets, drafted) + make_looks(signals) @ rule.weights
+        owners = np.repeat(np.arange(drafted.size), drafted)
+        found = rule.survivals(owners, np.ones(owners.size), signals)
         self.cost.turn_to(num)
         beforehand = self._choose(draft.batch, rule.outlooks, self.cost.start_of(False)).lengths
         # Those who did not draft for another reason would not have drafted then either.
         beforehand = np.where(draft.plan.lengths > 0, beforehand, 0)
         most = max(int(drafted.max()), int(beforehand.max()), 1)
-        chances = fill_chances(drafted, 1 / (1 + np.exp(-odds)), rule.outlooks, most)
+        chances = fill_chances(drafted, found, rule.outlooks, most)
         survivals = np.multiply.accumulate(chances, axis=1)
         tokens, seconds = [], []
         # Of requests that chose for themselves there may be longer ones beside them.
@@ -457,7 +455,7 @@ class Auto(Policy):
                 dearer=rate * (prices.beyond_s - prices.token_s),
             )
             plan.stop = rule if self._is_ruled else None
-        return _Draft(batch, plan, planned_rate, rule, self._is_ruled, is_probing, is_blind, is_doubtful, foregone_s)
+        return _Draft(batch, plan, planned_rate, rule, is_probing, is_blind, is_doubtful, foregone_s)
 
     def _is_blind(self, batch: BatchView, choice: _Choice) -> bool:
         """Whether to have a step without drafts measured: whoever begins with drafts compares them with one that was

@@ -291,7 +291,7 @@ class CostModel:
         is_behind = _is_behind(outcome)
         self._num_unclean = self._num_unclean + 1 if is_behind else 0
         if not is_behind or self._num_unclean > MOST_UNCLEAN:
-            self._tell_apart(num_passes, max(num_drafted / num_passes, 1.0), num_drafted, outcome.draft_s)
+            self._tell_apart(num_passes, num_drafted, outcome.draft_s)
         elif self._draft.num_measured:
             # Whatever else the draft did, its passes took no longer: while nobody drafts that is all to go by.
             if outcome.draft_s < self.drafting_s(num_drafted, num_passes, is_ruled):
@@ -303,17 +303,16 @@ class CostModel:
     def _turn_way(self, is_ruled: bool) -> None:
         """A draft was made that way. Which one tells what a pass takes, and which only what remains, is changed when
         several were."""
-        if is_ruled != self._is_ruled or not self._num_alike:
-            self._is_anchor_ruled = self._is_anchor_ruled if self._num_alike else is_ruled
+        if is_ruled != self._is_ruled:
             self._is_ruled, self._num_alike = is_ruled, 0
             self._starts[is_ruled].renew()
         self._num_alike += 1
-        if self._num_alike > NUM_ANCHORED:
+        if self._num_alike > NUM_ANCHORED or not self._draft.num_measured:
             self._is_anchor_ruled = is_ruled
 
-    def _tell_apart(self, num_passes: int, size: float, num_drafted: int, draft_s: float) -> None:
+    def _tell_apart(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         """What of a draft its passes took, and what it took once."""
-        start = self._starts[self._is_ruled]
+        start, size = self._starts[self._is_ruled], max(num_drafted / num_passes, 1.0)
         if self._is_ruled != self._is_anchor_ruled and self._num_idle <= LONGEST_IDLE:
             # A few between others, which tell what a pass takes.
             start.observe(num_passes, size, draft_s, float(self._draft.seconds(size)))

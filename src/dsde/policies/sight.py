@@ -15,6 +15,8 @@ from dsde.policies.verifications import size_of_batch
 
 MEMORY = 64.0
 """drafts worked out, after which one counts about a third"""
+WORKED_OUT_EVERY = 4
+"""drafts; of a try all are"""
 LEAST = 6.0
 """of them, before anything is decided by them"""
 CLEAR = 1.02
@@ -37,13 +39,14 @@ class Sight:
         self._nums: dict[int, int] = {}
         """drafts since then, those of a try included"""
 
-    def count(self, num_sequences: int) -> None:
-        """A draft of so many was verified."""
+    def count(self, num_sequences: int) -> bool:
+        """A draft of so many was verified. Returns whether it is to be worked out."""
         size = size_of_batch(num_sequences)
-        self._nums[size] = self._nums.get(size, 0) + 1
+        num = self._nums[size] = self._nums.get(size, 0) + 1
         wait = self._waits.get(size, FIRST_TRY)
-        if self._nums[size] >= wait + NUM_TRIES:
+        if num >= wait + NUM_TRIES:
             self._nums[size], self._waits[size] = 0, min(2 * wait, LAST_TRY)
+        return num > wait or num % WORKED_OUT_EVERY == 0
 
     def observe(self, num_sequences: int, tokens: tuple[float, float], seconds: tuple[float, float]) -> None:
         """What a draft would have brought, decided beforehand and by a rule, and taken beside what one takes once."""

@@ -149,6 +149,42 @@ def test_under_another_load_a_draft_costs_at_once_what_it_does() -> None:
     assert cost.drafting_s(1, 1) < 5e-3
 
 
+def test_what_a_draft_costs_once_is_told_where_long_ones_are_of_few() -> None:
+    """Whose last passes take less, which is no share of what the others take once."""
+    cost, rng = CostModel(), np.random.default_rng(0)
+    for _ in range(96):
+        lengths = [3] * 32 + [5] * 32 if rng.random() < 0.5 else [5] * int(rng.integers(24, 40)) + [6] * 16
+        passes, tokens = max(lengths), sum(lengths)
+        draft_s = (0.3e-3 + 0.8e-3 * passes + 0.01e-3 * tokens) * float(rng.lognormal(0, 0.01))
+        cost.observe(outcome_of(list(range(len(lengths))), lengths, [0] * len(lengths), draft_s, 0.01))
+    assert cost.start_s == pytest.approx(0.3e-3, abs=0.15e-3)
+
+
+def test_passes_are_not_measured_where_anybody_had_missed_anything() -> None:
+    """However little: it is read in another pass."""
+    cost, everybody = CostModel(), list(range(64))
+    for number in range(64):
+        num_missed = number % 4
+        draft_s = 2e-3 + (0.6e-3 if num_missed else 0.0)
+        cost.observe(outcome_of(everybody, [1] * 64, [0] * 64, draft_s, 0.01, num_catch_up_tokens=num_missed))
+    assert cost.draft_s(64) == pytest.approx(2e-3)
+    assert cost.catch_up_s(2) == pytest.approx(0.6e-3)
+
+
+def test_passes_never_seem_to_cost_nothing() -> None:
+    """After a pause a look may take less than a draft is known to take once; and what it says counts for others."""
+    cost = CostModel()
+    for length in [1, 2, 3, 4] * 8:
+        cost.observe(outcome_of(list(range(64)), [length] * 64, [0] * 64, 2e-3 + 2e-3 * length, 0.01))
+    assert cost.start_s == pytest.approx(2e-3)
+    for _ in range(4):
+        for _ in range(20):
+            cost.observe(outcome_of(list(range(64)), [0] * 64, [0] * 64, 0.0, 0.01))
+        cost.observe(outcome_of(list(range(64)), [1] * 4 + [0] * 60, [0] * 64, 1.5e-3, 0.01))
+    assert cost.draft_s(4) >= 0.75e-3 - 1e-9
+    assert cost.draft_s(64) >= 0.7e-3
+
+
 def test_drafts_of_one_length_cost_what_they_do() -> None:
     """Nothing tells their start from their passes, and nothing need."""
     cost = CostModel()

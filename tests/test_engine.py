@@ -220,6 +220,13 @@ def test_draft_half_of_a_shared_block_is_read_where_it_is_missing() -> None:
     assert output.metrics.num_accepted_tokens == fresh.metrics.num_accepted_tokens
 
 
+def test_what_a_draft_accepted_whole_leaves_unread_was_not_missed() -> None:
+    prompt = random_prompts(1, 64, 65)[0]
+    output = complete(make_engine(TARGET, TARGET, "static:3"), [prompt], GREEDY)[0]
+    assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens > 0
+    assert output.metrics.num_catch_up_tokens == 64
+
+
 def test_backlog_larger_than_one_pass() -> None:
     prompts = random_prompts(3, 150, 200)
     engine = make_engine(TARGET, DRAFT, "static:3", max_num_batched_tokens=32)

@@ -102,11 +102,13 @@ class ModelDrafter:
         done = replace(share, lengths=lengths)
         self.settle(sequences, done)
         longest = int(lengths.max())
+        # The one token that a draft accepted whole leaves is read in passing.
+        num_catch_up_tokens = np.where((share.lengths > 0) & (share.chunks == 2), 0, share.num_catch_up_tokens)
         return Proposals(
             tokens[:, :longest],
             lengths,
             steps,
-            share.num_catch_up_tokens,
+            num_catch_up_tokens,
             num_passes,
             watch.signals[:, :longest] if want_signals else None,
             watch.token_probs[:, :longest] if want_token_probs else None,

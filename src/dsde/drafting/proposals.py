@@ -48,7 +48,7 @@ class Proposals:
     lengths: IntArray
     steps: list[DraftStep] = field(default_factory=list)
     num_catch_up_tokens: IntArray | None = None
-    """[sequences] tokens the draft had to read before its first own one, beyond the newest"""
+    """[sequences] tokens the draft had missed, and read before its first own one"""
     num_passes: int = 0
     """steps that the draft took, one whose tokens were all dropped included"""
     signals: NDArray[np.float64] | None = None

@@ -164,7 +164,8 @@ class Outcome(_Counted):
     num_draft_passes: int = 0
     """passes of the draft: the longest length of the whole batch"""
     num_catch_up_tokens: int = 0
-    """tokens that the draft read because it had not seen them, beyond the newest of each sequence"""
+    """tokens that the draft read because it had missed them: neither the newest of each sequence, nor the one that a
+    draft accepted whole leaves unread"""
     num_draft_prompt_tokens: int = 0
     """of prompts, that the draft read in the same pass as the newest tokens"""
     is_resumed: bool = False

@@ -322,7 +322,7 @@ class CostModel:
         if start.observe(num_passes, size, draft_s) and start.is_told:
             # Or else what it takes once would be in the passes as well, or in neither.
             passes, sizes, seconds = start.drafts.T
-            self._draft.remember(sizes, np.maximum(seconds - start.seconds, 0.0) / passes)
+            self._draft.remember(sizes, np.maximum(seconds - start.seconds, seconds / 2) / passes)
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
@@ -332,7 +332,7 @@ class CostModel:
             for start in self._starts:
                 start.pause()
         self._num_idle = 0
-        self._draft.observe(batch_size, max(draft_s - self.start_s, 0.0) / num_passes)
+        self._draft.observe(batch_size, max(draft_s - self.start_s, draft_s / 2) / num_passes)
         if is_new:
             self._draft.follow(batch_size, before_s)
 
@@ -408,10 +408,9 @@ def _drafting(outcome: Outcome) -> tuple[int, int]:
 
 
 def _is_behind(outcome: Outcome) -> bool:
-    """Whether the draft had more to read than the one token a sequence that one accepted whole leaves unread, or began
+    """Whether somebody's draft had missed something, however little: it is read in a pass of its own; or drafts began
     from rest."""
-    is_reading = outcome.num_catch_up_tokens > outcome.num_sequences or outcome.num_draft_prompt_tokens > 0
-    return is_reading or outcome.is_resumed
+    return outcome.num_catch_up_tokens > 0 or outcome.num_draft_prompt_tokens > 0 or outcome.is_resumed
 
 
 def limit(seconds: float, expected: float) -> float:

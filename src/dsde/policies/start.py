@@ -14,15 +14,19 @@ TRIFLE = 0.02
 """share of a draft by which what it takes once may change, and its passes stay as they were measured"""
 MOST_UNLIKE = 0.2
 """share by which sizes may differ whose passes are taken to cost the same"""
+MOST_APART = 0.4
+"""share by which they may once it is known what a token more takes"""
 
 
 class Start:
     """Seconds that a draft takes once, whatever its length: the host decides, and the device waits.
 
-    Told from its passes as soon as drafts of about the same size differ in length: a straight line through the newest
-    of them, by the medians of its slopes and heights, which a few steps that were held up do not move. Never more than
-    half of a draft just seen: under another load what was learnt is wrong, and the passes would cost nothing. Where
-    others, which take something else once, tell what a pass takes, it is what remains.
+    Told from its passes as soon as the newest drafts differ in length: those of one length tell what a token more in a
+    pass takes, then those of different ones what a pass takes, and what remains is taken once; by medians, which a few
+    steps that were held up do not move. (Of a long draft the last passes are for few sequences: without the former they
+    seemed cheap, and what the others take beyond that seemed to be taken once.) Never more than half of a draft just
+    seen: under another load what was learnt is wrong, and the passes would cost nothing. Where others, which take
+    something else once, tell what a pass takes, it is what remains.
     """
 
     def __init__(self) -> None:
@@ -72,19 +76,32 @@ class Start:
 
     def _fit(self, size: float, pass_s: float | None) -> None:
         held = self._held[: min(self._num_seen, NUM_STARTS)]
-        num_passes, _, seconds = held[np.abs(held[:, 1] - size) <= MOST_UNLIKE * size].T
-        ones, others = _pairs(seconds.size)
-        apart = num_passes[others] - num_passes[ones]
-        tells = apart != 0
-        if pass_s is not None:
-            slope = pass_s
-        elif np.count_nonzero(tells) >= NUM_STARTS // 2:
-            slope = max(_median((seconds[others] - seconds[ones])[tells] / apart[tells]), 0.0)
+        unlike = np.abs(held[:, 1] / size - 1)
+        num_passes, _, seconds = held[unlike <= MOST_UNLIKE].T
+        if pass_s is None:
+            passes, sizes, taken = held[unlike <= MOST_APART].T
+            num_more = passes * (sizes - size)
+            token_s = _slope(num_more, taken, passes)
+            if token_s is not None:
+                num_passes, seconds = passes, taken - token_s * num_more
+            pass_s = _slope(num_passes, seconds)
+            if pass_s is None:
+                return
             self.is_told = True
-        else:
-            return
         self.is_known = True
-        self.seconds = max(_median(seconds - slope * num_passes), 0.0)
+        self.seconds = max(_median(seconds - pass_s * num_passes), 0.0)
+
+
+def _slope(counts: FloatArray, seconds: FloatArray, alike: FloatArray | None = None) -> float | None:
+    """What one more takes, by pairs that are `alike` in something else; None: too few have more, or fewer."""
+    ones, others = _pairs(seconds.size)
+    tells = counts[others] != counts[ones]
+    if alike is not None:
+        tells &= alike[others] == alike[ones]
+    if np.count_nonzero(tells) < NUM_STARTS // 2:
+        return None
+    ones, others = ones[tells], others[tells]
+    return max(_median((seconds[others] - seconds[ones]) / (counts[others] - counts[ones])), 0.0)
 
 
 @cache

@@ -59,7 +59,7 @@ def test_what_a_draft_takes_once_is_what_remains_if_others_tell_what_a_pass_take
         start.observe(3, 1.0, 0.7e-3 + 3 * 0.5e-3)
     assert start.seconds == 0
     assert not start.is_known
-    start.observe(3, 1.0, 0.7e-3 + 3 * 0.5e-3, pass_s=0.5e-3)
+    start.observe_beside(3, 1.0, 0.7e-3 + 3 * 0.5e-3, pass_s=0.5e-3)
     assert start.seconds == pytest.approx(0.7e-3)
     assert start.is_known
     assert not start.is_told

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
-from dsde.policies.curve import KNEE, Curve
+from dsde.policies.curve import KNEE, LEAST_CHANGE, Curve
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
 from dsde.policies.tempo import NUM_ALIKE, Tempo
@@ -315,7 +315,7 @@ class CostModel:
         start, size = self._starts[self._is_ruled], max(num_drafted / num_passes, 1.0)
         if self._is_ruled != self._is_anchor_ruled and self._num_idle <= LONGEST_IDLE:
             # A few between others, which tell what a pass takes.
-            start.observe(num_passes, size, draft_s, float(self._draft.seconds(size)))
+            start.observe_beside(num_passes, size, draft_s, float(self._draft.seconds(size)))
             self._num_idle = 0
             return
         self._measure_draft(num_passes, num_drafted, draft_s)
@@ -326,15 +326,18 @@ class CostModel:
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
-        is_new, before_s = self._num_idle > LONGEST_IDLE, float(self._draft.seconds(batch_size))
+        is_new, was_measured = self._num_idle > LONGEST_IDLE, self._draft.num_near(batch_size) > 0
+        before_s = self.drafting_s(num_drafted, num_passes, self._is_ruled)
         if is_new:
             self._draft.renew(batch_size)
             for start in self._starts:
                 start.pause()
         self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, draft_s / 2) / num_passes)
-        if is_new:
-            self._draft.follow(batch_size, before_s)
+        # Of whole drafts: what one takes once is not known as well, and next to nothing might remain of a pass.
+        after_s = self.drafting_s(num_drafted, num_passes, self._is_ruled)
+        if is_new and was_measured and LEAST_CHANGE * after_s < before_s:
+            self._draft.keep(batch_size)
 
     def _split(self, outcome: Outcome) -> StepCost:
         verify_s = limit(outcome.verify_s, float(self.verify_s(_num_verified(outcome))))

@@ -129,15 +129,9 @@ class Curve:
             self._num_seen[index] = 1
             self._is_stale = True
 
-    def follow(self, size: float, before_s: float) -> None:
-        """About this size took `before_s` when others were last measured, too: where it is clearly otherwise by now,
-        so are they."""
-        after_s = float(self.seconds(size))
-        if not before_s > 0 or 1 / LEAST_CHANGE <= after_s / before_s <= LEAST_CHANGE:
-            return
-        others = np.arange(NUM_BUCKETS) != _bucket(size)
-        self._held[others] *= after_s / before_s
-        self._ratios[others] *= after_s / before_s
+    def keep(self, size: float) -> None:
+        """Forget all but what was measured at about this size: it takes clearly less than it did, so they may, too."""
+        self._num_seen[np.arange(NUM_BUCKETS) != _bucket(size)] = 0
         self._is_stale = True
 
     def go_by(self, nearest: Curve | None, others: list[Curve]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import cache
 
 import numpy as np
@@ -12,6 +13,8 @@ NUM_STARTS = 32
 """newest drafts, by which what a draft costs beside its passes is told from what the passes cost"""
 TRIFLE = 0.02
 """share of a draft by which what it takes once may change, and its passes stay as they were measured"""
+NUM_REMAINS = 9
+"""newest drafts, of which the median counts where others tell what passes cost: of a few tries, apart in time"""
 MOST_UNLIKE = 0.2
 """share by which sizes may differ whose passes are taken to cost the same"""
 MOST_APART = 0.4
@@ -39,6 +42,8 @@ class Start:
         self._num_seen = 0
         self._num_before = 0
         """of them, before the last pause"""
+        self._remains: deque[float] = deque(maxlen=NUM_REMAINS)
+        """of the newest drafts, where others tell what a pass takes"""
 
     def pause(self) -> None:
         """Drafts from now on are told from those before, which tell no more what passes take."""
@@ -52,16 +57,26 @@ class Start:
         """As it was told before there was any draft."""
         self.seconds, self.is_known = seconds, True
 
-    def observe(self, num_passes: int, size: float, seconds: float, pass_s: float | None = None) -> bool:
-        """A draft took this, with passes of so many sequences, each of which takes `pass_s` if others tell. Returns
-        whether it takes something else once than the passes of those before it were measured with."""
+    def observe(self, num_passes: int, size: float, seconds: float) -> bool:
+        """A draft took this, with passes of so many sequences. Returns whether it takes something else once than the
+        passes of those before it were measured with."""
         before_s = self.seconds
-        self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
-        self._num_seen += 1
-        if self._num_seen % 4 == 0 or not self.is_known:
-            self._fit(size, pass_s)
+        self._hold(num_passes, size, seconds)
+        self._remains.clear()
+        if self._num_seen % 4 == 0:
+            self._fit(size)
         self.seconds = min(self.seconds, seconds / 2)
         return abs(self.seconds - before_s) > TRIFLE * seconds
+
+    def observe_beside(self, num_passes: int, size: float, seconds: float, pass_s: float) -> None:
+        """The same where others tell that each of the passes took `pass_s`."""
+        self._hold(num_passes, size, seconds)
+        self._remains.append(seconds - num_passes * pass_s)
+        self.seconds, self.is_known = max(_median(np.array(self._remains)), 0.0), True
+
+    def _hold(self, num_passes: int, size: float, seconds: float) -> None:
+        self._held[self._num_seen % NUM_STARTS] = num_passes, size, seconds
+        self._num_seen += 1
 
     @property
     def drafts(self) -> FloatArray:
@@ -73,23 +88,21 @@ class Start:
         """As of a curve."""
         self._held[:, 2] *= factor
         self.seconds *= factor
+        self._remains = deque((seconds * factor for seconds in self._remains), NUM_REMAINS)
 
-    def _fit(self, size: float, pass_s: float | None) -> None:
+    def _fit(self, size: float) -> None:
         held = self._held[: min(self._num_seen, NUM_STARTS)]
         unlike = np.abs(held[:, 1] / size - 1)
-        num_passes, _, seconds = held[unlike <= MOST_UNLIKE].T
-        if pass_s is None:
-            passes, sizes, taken = held[unlike <= MOST_APART].T
-            num_more = passes * (sizes - size)
-            token_s = _slope(num_more, taken, passes)
-            if token_s is not None:
-                num_passes, seconds = passes, taken - token_s * num_more
-            pass_s = _slope(num_passes, seconds)
-            if pass_s is None:
-                return
-            self.is_told = True
-        self.is_known = True
-        self.seconds = max(_median(seconds - pass_s * num_passes), 0.0)
+        passes, sizes, taken = held[unlike <= MOST_APART].T
+        num_more = passes * (sizes - size)
+        token_s = _slope(num_more, taken, passes)
+        num_passes, seconds = passes, taken - num_more * (token_s or 0.0)
+        if token_s is None:
+            num_passes, _, seconds = held[unlike <= MOST_UNLIKE].T
+        pass_s = _slope(num_passes, seconds)
+        if pass_s is not None:
+            self.is_told = self.is_known = True
+            self.seconds = max(_median(seconds - pass_s * num_passes), 0.0)
 
 
 def _slope(counts: FloatArray, seconds: FloatArray, alike: FloatArray | None = None) -> float | None:

@@ -593,6 +593,58 @@ def resting(num_seqs: int) -> tuple[Auto, Plan, list[BatchView]]:
     return policy, plan, thoughts
 
 
+def some_of(places: list[int]) -> BatchView:
+    return BatchView(np.array(places), np.full(len(places), 100), np.zeros(len(places)), len(places))
+
+
+@pytest.mark.parametrize("is_told_first", [False, True])
+def test_nobody_waits_for_a_thought_where_few_are_left_of_a_rest(is_told_first: bool) -> None:
+    """They are another batch, which is thought of while their last step with the others is under way; whether it is
+    known already that these have ended or only that they will."""
+    policy, plan, thoughts = resting(8)
+    rng, gone = np.random.default_rng(0), np.array([1, 3, 4, 5, 6, 7])
+    if is_told_first:
+        policy.forget(gone)
+    policy.settle(some_of([0, 2]))
+    assert [view.slots.tolist() for view in thoughts] == [[0, 2]]
+    policy.observe(all_rejected(plan, rng))
+    policy.forget(gone)
+    num_unlearnt = len(policy._unlearnt)
+    policy.plan(some_of([0, 2]))
+    assert len(thoughts) == 1
+    assert len(policy._unlearnt) == num_unlearnt > 0
+    policy.settle()
+    assert not policy._unlearnt
+
+
+def test_where_most_are_left_of_a_rest_nothing_is_thought_of() -> None:
+    policy, plan, thoughts = resting(8)
+    policy.settle(some_of([0, 1, 2, 4, 5, 6, 7]))
+    policy.observe(all_rejected(plan, np.random.default_rng(0)))
+    policy.forget(np.array([3]))
+    assert policy.plan(some_of([0, 1, 2, 4, 5, 6, 7])).num_resting > 0
+    assert not thoughts
+
+
+def test_whoever_comes_to_the_place_of_another_is_not_taken_for_it() -> None:
+    """What is learnt late is forgotten in time."""
+    policy, rng = Auto(), np.random.default_rng(0)
+    for _ in range(20):
+        plan = policy.plan(batch(2))
+        policy.settle()
+        policy.observe(all_rejected(plan, rng))
+    meet, has_met = policy._meet, []
+    policy._meet = lambda view: has_met.append(meet(view)) or has_met[-1]  # type: ignore[func-returns-value, method-assign]
+    policy.forget(np.array([1]))
+    policy.forget(np.array([1]))  # seen once more meanwhile
+    policy.plan(batch(1))
+    assert policy._unlearnt
+    policy.plan(batch(2))
+    assert has_met == [False, True]
+    assert not policy._unlearnt
+    assert policy._lifespan._num_ended == 1
+
+
 @pytest.mark.parametrize("ends_early", [False, True])
 def test_steps_of_a_rest_are_learnt_from_together(ends_early: bool) -> None:
     """When it is over, or somebody comes: a short step leaves no time to learn from it."""

@@ -960,11 +960,12 @@ class Foreseeing(Policy):
     def __init__(self) -> None:
         self.coming: BatchView | None = None
         self.found: list[tuple[BatchView | None, BatchView]] = []
+        self.num_resting = 0
 
     def plan(self, batch: BatchView) -> Plan:
         self.found.append((self.coming, batch))
         self.coming = None
-        return Plan.wanting(0, batch)
+        return replace(Plan.wanting(0, batch), num_resting=self.num_resting)
 
     def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
         self.coming = coming or self.coming
@@ -992,6 +993,41 @@ def test_a_policy_knows_who_is_coming_while_prompts_are_read(way: Way) -> None:
         assert coming.num_missed is not None
         assert batch.num_missed is not None
         assert (np.abs(coming.num_missed - batch.num_missed) <= 1).all()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_policy_knows_who_is_left_before_a_rest_is_cut_short(way: Way, by_token: bool, waits: bool) -> None:
+    """Whether somebody ends by length, which is known, or by a token, after which one more step is under way; not where
+    another one waits for the place."""
+    policy = Foreseeing()
+    policy.num_resting = 100
+    engine = way.engine("close", policy, max_num_seqs=3)
+    whole = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    text = complete(engine, prompts, whole)[1].outputs[0].token_ids  # and a step can be followed from now on
+    place = next(i for i in range(6, 24) if text[i] not in text[:i])
+    short = replace(whole, max_tokens=place + 1)
+    if by_token:
+        short = replace(whole, stop_token_ids=[text[place]])
+    for prompt, params in zip(prompts, (whole, short, whole), strict=True):
+        engine.add(prompt, params)
+    policy.found.clear()
+    while not policy.found or policy.found[-1][1].slots.size != 3:
+        engine.step()
+    num_before = len(policy.found)
+    if waits:
+        engine.add([9, 8, 7], whole)
+    while len(policy.found) == num_before:
+        engine.step()
+    coming, batch = policy.found[-1]
+    if waits:
+        assert coming is None
+        return
+    assert coming is not None
+    np.testing.assert_array_equal(coming.slots, batch.slots)
+    np.testing.assert_array_equal(coming.rooms, batch.rooms)
+    assert coming.num_decoding == batch.num_decoding == 2
 
 
 @pytest.mark.parametrize(("idle_s", "is_pressed"), [(0.0, False), (1e-3, True)])

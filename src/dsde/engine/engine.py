@@ -239,7 +239,7 @@ class Engine:
                 self._flights.append(_StepInFlight(last.work, last.plan, set(), following, last.num_resting - 1))
         elif not was_idle:
             # A rest is over, or somebody's end is near: what comes next is thought of before the device waits for it.
-            self.policy.settle()
+            self.policy.settle(self.planner.foresee_left(self._flights[-1].work, len(self._flights)))
 
     def _begin(self) -> None:
         """A step, when nothing is under way; while it is, the policy has time to think."""

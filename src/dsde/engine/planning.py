@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dsde.core.sequence import Sequence
+from dsde.core.sequence import Sequence, Status
 from dsde.core.stops import Stop, StopByWorth
 from dsde.drafting import Drafter
 from dsde.engine.executor import Landing
@@ -105,10 +105,21 @@ class Planner:
         if not joining or not is_known:
             return None
         decodes = sorted([*work.decodes, *joining], key=lambda sequence: sequence.arrival)
+        return self._foresee(decodes, 1)
+
+    def foresee_left(self, work: Schedule, num_under_way: int) -> BatchView | None:
+        """The batch behind steps without drafts, of which so many are under way, where somebody ends in them; None:
+        nobody does, or nobody knows."""
+        left = [s for s in work.decodes if s.status is Status.RUNNING and _num_left(s) > num_under_way]
+        if not self.can_draft or self.scheduler.waiting or not 0 < len(left) < len(work.decodes):
+            return None
+        return self._foresee(left, num_under_way)
+
+    def _foresee(self, decodes: list[Sequence], num_more: int) -> BatchView | None:
+        """A batch of these, if the policy chooses for all of them, who will have so many tokens more."""
         if any(sequence.params.speculation != "on" for sequence in decodes):
             return None
-        # Everybody will have a token more.
-        return self._view(decodes, np.maximum(_rooms(decodes) - 1, 0), len(decodes), 0)
+        return self._view(decodes, np.maximum(_rooms(decodes) - num_more, 0), len(decodes), 0)
 
     def _view(self, chosen: list[Sequence], rooms: IntArray, num_decoding: int, num_prompt_tokens: int) -> BatchView:
         return BatchView(
@@ -163,7 +174,12 @@ class Planner:
 
 def _rooms(sequences: list[Sequence]) -> IntArray:
     """[sequences] tokens that may be drafted of each, at most."""
-    return np.array([s.max_tokens - s.num_output_tokens - 1 for s in sequences], dtype=np.int64)
+    return np.array([_num_left(s) - 1 for s in sequences], dtype=np.int64)
+
+
+def _num_left(sequence: Sequence) -> int:
+    """Tokens that it may still get."""
+    return sequence.max_tokens - sequence.num_output_tokens
 
 
 def _num_missed(sequences: list[Sequence]) -> IntArray:

@@ -60,6 +60,8 @@ NUM_IN_PASSING = 2
 """tokens that a draft reads beside the newest without taking longer"""
 MOST_REPEATS = 2
 """of a plan, one after the other, where there is hardly any time to think of another"""
+MOST_LATE = 2
+"""steps that may be learnt from when the next one has been planned"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -167,6 +169,8 @@ class Auto(Policy):
         self._foregone_s = 0.0
         """that drafting would have saved since it was last believed to save nothing"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
+        self._gone: list[int] = []
+        """slots of sequences that have ended, to be forgotten when what was seen of them is learnt"""
 
     @property
     def cost_models(self) -> list[CostModel]:
@@ -175,7 +179,9 @@ class Auto(Policy):
     def plan(self, batch: BatchView) -> Plan:
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
-        if self._num_rested > 1:  # of a rest: what its steps missed must not be counted behind what is missed by now
+        # A device may be waiting; but what a rest missed must not be counted behind what is missed by now.
+        num_late = sum(outcome.num_steps for outcome, _ in self._unlearnt) if self._num_rested > 1 else 0
+        if num_late > MOST_LATE or np.isin(batch.slots, self._gone).any():
             self._learn()
         has_missed = self.cost.see(batch)
         has_met = self._meet(batch)
@@ -234,7 +240,7 @@ class Auto(Policy):
         self._num_put_off = 0
         self._learn()
         self._num_settled = self._num_observed
-        if coming is not None:
+        if coming is not None and not self._would_rest_on(coming):
             self.cost.see(coming)
             self._next = self._draft(coming)
         elif self._current is not None and self._num_rested >= self._current.plan.num_resting:
@@ -258,17 +264,21 @@ class Auto(Policy):
         """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
         return self._current is not None and 0 < self._num_rested <= self._current.plan.num_resting
 
+    def _would_rest_on(self, batch: BatchView) -> bool:
+        """Whether nothing need be thought of for it."""
+        current = self._current
+        return (
+            current is not None and (current.plan.num_resting or self._num_left) > 0 and _is_left(batch, current.batch)
+        )
+
     def _rest_on(self, batch: BatchView, num_left: int) -> Plan | None:
         """The same rest for those who are left of it: requests end in any step, and a device waits for every thought.
         None: they are others, or so few that what pays is another matter."""
         assert self._current is not None
         before = self._current.batch
-        stays = np.isin(before.slots, batch.slots)
-        is_left = np.array_equal(before.slots[stays], batch.slots) and not batch.num_prompt_tokens
-        num_gone = before.slots.size - batch.slots.size
-        is_alike = size_of_batch(before.num_sequences) == size_of_batch(batch.num_sequences)
-        if not (is_left and is_alike and before.num_decoding - batch.num_decoding == num_gone):
+        if not _is_left(batch, before):
             return None
+        stays = np.isin(before.slots, batch.slots)
         plan = Plan.wanting(0, batch)
         plan.signals = {name: values[stays] for name, values in self._current.plan.signals.items()}
         plan.num_resting = num_left
@@ -279,16 +289,14 @@ class Auto(Policy):
         return plan
 
     def forget(self, slots: IntArray) -> None:
-        self._learn()
-        self._drop_next()
+        # A device may be waiting: learning has time until there is somebody new.
+        self._gone += slots.tolist()
+        if self._next is not None and np.isin(self._next.batch.slots, slots).any():
+            self._drop_next()
         if self._current is not None and self._current.plan.num_resting:
             # Announced for as long as nobody ends; but who is left may go on with it.
             self._num_left = max(self._current.plan.num_resting - self._num_rested, 0)
             self._current.plan.num_resting = 0
-        self.acceptance.forget(slots)
-        self._lifespan.forget(slots)
-        self.cost.forget(slots)
-        self._probe.forget(slots)
 
     def _drop_next(self) -> None:
         if self._next is not None and self._next.is_probing:
@@ -296,9 +304,17 @@ class Auto(Policy):
         self._next = None
 
     def _learn(self) -> None:
+        is_late = bool(self._unlearnt) and all(draft is not self._current for _, draft in self._unlearnt)
         for outcome, draft in _told_together(self._unlearnt):
             self._learn_from(outcome, draft)
         self._unlearnt.clear()
+        if self._gone:
+            slots = np.unique(self._gone)  # twice, if a step was under way by then
+            self._gone.clear()
+            for part in (self.acceptance, self._lifespan, self.cost, self._probe):
+                part.forget(slots)
+        if is_late and self._current is not None:
+            self.cost.see(self._current.batch)  # what they missed is in what that one knew
 
     def _learn_from(self, outcome: Outcome, draft: _Draft) -> None:
         thought_s = self._plain_s(outcome)
@@ -533,6 +549,18 @@ class Auto(Policy):
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:
     """Expected of drafts of these lengths."""
     return float((outlooks * (1 - outlooks**lengths) / (1 - outlooks)).sum())
+
+
+def _is_left(batch: BatchView, before: BatchView) -> bool:
+    """Whether those in the batch are all who are left of another, and about as many."""
+    stays = np.isin(before.slots, batch.slots)
+    num_gone = before.slots.size - batch.slots.size
+    return (
+        np.array_equal(before.slots[stays], batch.slots)
+        and before.num_decoding - batch.num_decoding == num_gone
+        and size_of_batch(before.num_sequences) == size_of_batch(batch.num_sequences)
+        and not batch.num_prompt_tokens
+    )
 
 
 def _has_drafts(outcome: Outcome) -> bool:

@@ -617,6 +617,18 @@ def test_nobody_waits_for_a_thought_where_few_are_left_of_a_rest(is_told_first: 
     assert not policy._unlearnt
 
 
+def test_what_a_rest_missed_is_not_counted_again_when_it_is_learnt_from_late() -> None:
+    policy, plan, _ = resting(8)
+    left = replace(some_of([0, 2]), num_missed=np.array([7, 9]))
+    policy.settle(left)
+    policy.observe(all_rejected(plan, np.random.default_rng(0)))
+    policy.plan(left)
+    assert policy._unlearnt
+    policy.settle()
+    assert not policy._unlearnt
+    assert policy.cost.behind(left.slots).tolist() == [7, 9]
+
+
 def test_where_most_are_left_of_a_rest_nothing_is_thought_of() -> None:
     policy, plan, thoughts = resting(8)
     policy.settle(some_of([0, 1, 2, 4, 5, 6, 7]))

@@ -65,6 +65,28 @@ def test_what_a_draft_takes_once_is_what_remains_if_others_tell_what_a_pass_take
     assert not start.is_told
 
 
+def test_of_what_remains_the_median_of_a_few_tries_counts() -> None:
+    """One of them may have been held up; but not once drafts of that way have told it themselves."""
+    start = Start()
+    for once_s in (0.7e-3, 5e-3, 0.6e-3, 0.8e-3):
+        start.observe_beside(2, 1.0, once_s + 2 * 0.5e-3, pass_s=0.5e-3)
+    assert start.seconds == pytest.approx(0.75e-3)
+    start.renew()
+    for num_passes in [1, 2, 3, 4] * 8:
+        start.observe(num_passes, 1.0, 0.1e-3 + num_passes * 0.5e-3)
+    assert start.seconds == pytest.approx(0.1e-3)
+    start.observe_beside(2, 1.0, 0.2e-3 + 2 * 0.5e-3, pass_s=0.5e-3)
+    assert start.seconds == pytest.approx(0.2e-3)
+
+
+def test_drafts_of_other_sizes_do_not_tell_what_one_takes_once_while_nobody_knows_what_a_token_takes() -> None:
+    start = Start()
+    for num_passes, size, seconds in [(1, 96.0, 1.8e-3), (2, 64.0, 3e-3)] * 16:
+        start.observe(num_passes, size, seconds)
+    assert start.seconds == 0
+    assert not start.is_told
+
+
 def end_by(rule: StopByWorth, most: int, chances: np.ndarray) -> int:
     """How far a draft goes whose tokens have these chances when they are looked at."""
     only, survival = np.zeros(1, np.int64), np.ones(1)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
-from dsde.policies.curve import KNEE, LEAST_CHANGE, Curve
+from dsde.policies.curve import KNEE, LEAST_CHANGE, NUM_TRUSTED, Curve
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
 from dsde.policies.tempo import NUM_ALIKE, Tempo
@@ -31,6 +31,8 @@ LONGEST_IDLE = 16
 """steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
 LONGEST_UNSEEN = 8
 """verifications of other sizes after which one without drafts does, and tells nothing of the machine as a whole"""
+FEWER = 4.0
+"""times as long, that no draft takes only because it is of more: of a size that was not measured one seems to"""
 NUM_ANCHORED = 8
 """drafts of one way, one after the other, from which on these tell what a pass takes"""
 NUM_GUESSED = 3
@@ -326,7 +328,7 @@ class CostModel:
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
-        is_new, was_measured = self._num_idle > LONGEST_IDLE, self._draft.num_near(batch_size) > 0
+        is_new, was_known = self._num_idle > LONGEST_IDLE, self._draft.num_near(batch_size) >= NUM_TRUSTED
         before_s = self.drafting_s(num_drafted, num_passes, self._is_ruled)
         if is_new:
             self._draft.renew(batch_size)
@@ -336,7 +338,7 @@ class CostModel:
         self._draft.observe(batch_size, max(draft_s - self.start_s, draft_s / 2) / num_passes)
         # Of whole drafts: what one takes once is not known as well, and next to nothing might remain of a pass.
         after_s = self.drafting_s(num_drafted, num_passes, self._is_ruled)
-        if is_new and was_measured and LEAST_CHANGE * after_s < before_s:
+        if is_new and (LEAST_CHANGE if was_known else FEWER) * after_s < before_s:
             self._draft.keep(batch_size)
 
     def _split(self, outcome: Outcome) -> StepCost:

@@ -629,6 +629,50 @@ def test_what_a_rest_missed_is_not_counted_again_when_it_is_learnt_from_late() -
     assert policy.cost.behind(left.slots).tolist() == [7, 9]
 
 
+def test_nobody_waits_for_a_thought_where_somebody_ends_with_a_rest() -> None:
+    """Nothing is left of it to go on with."""
+    policy, plan, thoughts = resting(8)
+    rng = np.random.default_rng(0)
+    for _ in range(plan.num_resting - 1):
+        policy.observe(all_rejected(plan, rng))
+    policy.settle(some_of([0, 1, 2, 4, 5, 6, 7]))
+    policy.observe(all_rejected(plan, rng))
+    policy.forget(np.array([3]))
+    policy.plan(some_of([0, 1, 2, 4, 5, 6, 7]))
+    assert [view.slots.size for view in thoughts] == [7]
+
+
+def test_a_look_behind_an_end_has_a_second_one() -> None:
+    """What has ended is forgotten later than it was planned, and must not take that for something that came between."""
+    policy, plan, _ = resting(8)
+    policy._probe._in_pairs, policy._probe._saved_s = True, 1.0
+    policy.settle(some_of([0, 2]))
+    policy.observe(all_rejected(plan, np.random.default_rng(0)))
+    policy.forget(np.array([1, 3, 4, 5, 6, 7]))
+    policy.plan(some_of([0, 2]))
+    assert policy._current is not None
+    assert policy._current.is_probing
+    policy.settle()
+    assert policy._next is not None
+    assert policy._next.is_probing
+
+
+def test_who_asks_again_during_a_rest_is_not_told_twice_what_it_missed() -> None:
+    policy, plan, _ = resting(8)
+    policy.observe(all_rejected(plan, np.random.default_rng(0)))
+    num_missed = policy.cost.behind(np.arange(8)) + 2  # these two steps are not learnt from yet
+    policy.plan(replace(batch(8), num_missed=num_missed))
+    policy.settle()
+    assert policy.cost.behind(np.arange(8)).tolist() == num_missed.tolist()
+
+
+def test_nothing_is_kept_of_those_whom_it_never_chose_for() -> None:
+    policy = Auto()
+    for slot in range(9):
+        policy.forget(np.array([slot % 3]))
+    assert not policy._gone
+
+
 def test_where_most_are_left_of_a_rest_nothing_is_thought_of() -> None:
     policy, plan, thoughts = resting(8)
     policy.settle(some_of([0, 1, 2, 4, 5, 6, 7]))

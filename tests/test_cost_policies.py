@@ -168,7 +168,15 @@ def test_passes_are_not_measured_where_anybody_had_missed_anything() -> None:
         draft_s = 2e-3 + (0.6e-3 if num_missed else 0.0)
         cost.observe(outcome_of(everybody, [1] * 64, [0] * 64, draft_s, 0.01, num_catch_up_tokens=num_missed))
     assert cost.draft_s(64) == pytest.approx(2e-3)
-    assert cost.catch_up_s(2) == pytest.approx(0.6e-3)
+
+
+def test_a_little_that_is_read_in_passing_does_not_make_reading_cheap() -> None:
+    cost = CostModel(is_flat_below=True)
+    for number in range(16):
+        num_missed = 2 * (number >= 10)
+        draft_s = 3e-3 + 1e-6 * num_missed
+        cost.observe(outcome_of(list(range(8)), [3] * 8, [0] * 8, draft_s, 0.01, num_catch_up_tokens=num_missed))
+    assert cost.catch_up_s(50) == pytest.approx(1e-3)
 
 
 def test_passes_never_seem_to_cost_nothing() -> None:

@@ -180,12 +180,13 @@ class Auto(Policy):
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
         # A device may be waiting; but what a rest missed must not be counted behind what is missed by now.
+        current = self._current
         num_late = sum(outcome.num_steps for outcome, _ in self._unlearnt) if self._num_rested > 1 else 0
-        if num_late > MOST_LATE or np.isin(batch.slots, self._gone).any():
+        is_same = num_late > 0 and current is not None and current.fits(batch)
+        if num_late > MOST_LATE or is_same or np.isin(batch.slots, self._gone).any():
             self._learn()
         has_missed = self.cost.see(batch)
         has_met = self._meet(batch)
-        current = self._current
         if current is not None and not has_missed and current.fits(batch):
             if self._rests():
                 current.plan.num_resting -= self._num_rested
@@ -243,7 +244,7 @@ class Auto(Policy):
         if coming is not None and not self._would_rest_on(coming):
             self.cost.see(coming)
             self._next = self._draft(coming)
-        elif self._current is not None and self._num_rested >= self._current.plan.num_resting:
+        elif coming is None and self._current is not None and self._num_rested >= self._current.plan.num_resting:
             self._next = self._draft(self._current.batch)
 
     def _can_repeat(self) -> bool:
@@ -265,11 +266,12 @@ class Auto(Policy):
         return self._current is not None and 0 < self._num_rested <= self._current.plan.num_resting
 
     def _would_rest_on(self, batch: BatchView) -> bool:
-        """Whether nothing need be thought of for it."""
+        """Whether nothing need be thought of for it, with a step of the rest under way."""
         current = self._current
-        return (
-            current is not None and (current.plan.num_resting or self._num_left) > 0 and _is_left(batch, current.batch)
-        )
+        if current is None:
+            return False
+        num_left = self._num_left or current.plan.num_resting - self._num_rested - 1
+        return num_left > 0 and _is_left(batch, current.batch)
 
     def _rest_on(self, batch: BatchView, num_left: int) -> Plan | None:
         """The same rest for those who are left of it: requests end in any step, and a device waits for every thought.
@@ -291,6 +293,8 @@ class Auto(Policy):
     def forget(self, slots: IntArray) -> None:
         # A device may be waiting: learning has time until there is somebody new.
         self._gone += slots.tolist()
+        if not self._unlearnt:
+            self._learn()
         if self._next is not None and np.isin(self._next.batch.slots, slots).any():
             self._drop_next()
         if self._current is not None and self._current.plan.num_resting:
@@ -308,13 +312,13 @@ class Auto(Policy):
         for outcome, draft in _told_together(self._unlearnt):
             self._learn_from(outcome, draft)
         self._unlearnt.clear()
+        if is_late and self._current is not None:
+            self.cost.see(self._current.batch)  # what they missed is in what that one knew
         if self._gone:
             slots = np.unique(self._gone)  # twice, if a step was under way by then
             self._gone.clear()
             for part in (self.acceptance, self._lifespan, self.cost, self._probe):
                 part.forget(slots)
-        if is_late and self._current is not None:
-            self.cost.see(self._current.batch)  # what they missed is in what that one knew
 
     def _learn_from(self, outcome: Outcome, draft: _Draft) -> None:
         thought_s = self._plain_s(outcome)

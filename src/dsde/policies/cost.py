@@ -299,7 +299,8 @@ class CostModel:
             if outcome.draft_s < self.drafting_s(num_drafted, num_passes, is_ruled):
                 self._measure_draft(num_passes, num_drafted, outcome.draft_s)
             rest_s = outcome.draft_s - min(outcome.draft_s, self.drafting_s(num_drafted, num_passes, is_ruled))
-            if not outcome.num_draft_prompt_tokens:  # which are read in passing, at another price
+            # Prompts, and a little where a draft reads it in passing, are read at another price.
+            if not outcome.num_draft_prompt_tokens and outcome.num_catch_up_tokens > outcome.num_sequences:
                 self._catch_up.observe(outcome.num_catch_up_tokens, rest_s)
 
     def _turn_way(self, is_ruled: bool) -> None:

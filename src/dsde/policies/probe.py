@@ -184,7 +184,8 @@ class Probe:
         self._num_open = max(self._num_open - 1, 0)
 
     def forget(self, slots: IntArray) -> None:
-        self.pass_over()
+        if np.isin(self._due_slots, slots).any():
+            self.pass_over()
         self._sequences.reset(slots)
 
     def _welcome(self, batch: BatchView, lifespan: Lifespan) -> None:

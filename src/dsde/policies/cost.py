@@ -32,7 +32,7 @@ LONGEST_IDLE = 16
 LONGEST_UNSEEN = 8
 """verifications of other sizes after which one without drafts does, and tells nothing of the machine as a whole"""
 FEWER = 4.0
-"""times as long, that no draft takes only because it is of more: of a size that was not measured one seems to"""
+"""times as long as one of few, that no draft of many takes for that alone: what few take need not have been measured"""
 NUM_ANCHORED = 8
 """drafts of one way, one after the other, from which on these tell what a pass takes"""
 NUM_GUESSED = 3

@@ -75,6 +75,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def num_left(self) -> int:
+        """tokens that it may still get"""
+        return self.max_tokens - self.num_output_tokens
+
+    @property
     def num_pending(self) -> int:
         """tokens the target has yet to read; 1 while decoding"""
         return len(self.tokens) - self.num_computed

@@ -262,7 +262,7 @@ class Engine:
             num_tokens = len(sequence.tokens)
             if (
                 sequence.status is not Status.RUNNING
-                or sequence.max_tokens - (num_tokens - sequence.num_prompt_tokens) <= pending
+                or sequence.num_left <= pending
                 or len(sequence.block_table) * BLOCK_SIZE < num_tokens + pending
                 or sequence.params.logprobs is not None
             ):

@@ -110,7 +110,7 @@ class Planner:
     def foresee_left(self, work: Schedule, num_under_way: int) -> BatchView | None:
         """The batch behind steps without drafts, of which so many are under way, where somebody ends in them; None:
         nobody does, or nobody knows."""
-        left = [s for s in work.decodes if s.status is Status.RUNNING and _num_left(s) > num_under_way]
+        left = [s for s in work.decodes if s.status is Status.RUNNING and s.num_left > num_under_way]
         if not self.can_draft or self.scheduler.waiting or not 0 < len(left) < len(work.decodes):
             return None
         return self._foresee(left, num_under_way)
@@ -174,12 +174,7 @@ class Planner:
 
 def _rooms(sequences: list[Sequence]) -> IntArray:
     """[sequences] tokens that may be drafted of each, at most."""
-    return np.array([_num_left(s) - 1 for s in sequences], dtype=np.int64)
-
-
-def _num_left(sequence: Sequence) -> int:
-    """Tokens that it may still get."""
-    return sequence.max_tokens - sequence.num_output_tokens
+    return np.array([s.num_left - 1 for s in sequences], dtype=np.int64)
 
 
 def _num_missed(sequences: list[Sequence]) -> IntArray:

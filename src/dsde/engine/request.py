@@ -26,7 +26,7 @@ class Completion:
     def extend(self, tokens: list[int]) -> list[int]:
         """Add emitted tokens until one ends the completion; returns those added."""
         sequence = self.sequence
-        room = sequence.max_tokens - sequence.num_output_tokens
+        room = sequence.num_left
         if len(tokens) < room and not self.text.looks_for_stops and sequence.stop_token_ids.isdisjoint(tokens):
             sequence.tokens += tokens
             self.text.wait(tokens)

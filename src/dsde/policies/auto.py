@@ -169,7 +169,7 @@ class Auto(Policy):
         self._foregone_s = 0.0
         """that drafting would have saved since it was last believed to save nothing"""
         self._unlearnt: list[tuple[Outcome, _Draft]] = []
-        self._gone: list[int] = []
+        self._gone: set[int] = set()
         """slots of sequences that have ended, to be forgotten when what was seen of them is learnt"""
 
     @property
@@ -179,11 +179,11 @@ class Auto(Policy):
     def plan(self, batch: BatchView) -> Plan:
         if self._current is not None and self._current.is_probing and not self._num_observed:
             self._probe.drop()  # its step failed, or all who were in it are gone
-        # A device may be waiting; but what a rest missed must not be counted behind what is missed by now.
         current = self._current
+        # A device may be waiting; but what a rest missed must not be counted behind what is missed by now.
         num_late = sum(outcome.num_steps for outcome, _ in self._unlearnt) if self._num_rested > 1 else 0
         is_same = num_late > 0 and current is not None and current.fits(batch)
-        if num_late > MOST_LATE or is_same or np.isin(batch.slots, self._gone).any():
+        if num_late > MOST_LATE or is_same or not self._gone.isdisjoint(batch.slots.tolist()):
             self._learn()
         has_missed = self.cost.see(batch)
         has_met = self._meet(batch)
@@ -271,16 +271,16 @@ class Auto(Policy):
         if current is None:
             return False
         num_left = self._num_left or current.plan.num_resting - self._num_rested - 1
-        return num_left > 0 and _is_left(batch, current.batch)
+        return num_left > 0 and _who_stays(batch, current.batch) is not None
 
     def _rest_on(self, batch: BatchView, num_left: int) -> Plan | None:
         """The same rest for those who are left of it: requests end in any step, and a device waits for every thought.
         None: they are others, or so few that what pays is another matter."""
         assert self._current is not None
         before = self._current.batch
-        if not _is_left(batch, before):
+        stays = _who_stays(batch, before)
+        if stays is None:
             return None
-        stays = np.isin(before.slots, batch.slots)
         plan = Plan.wanting(0, batch)
         plan.signals = {name: values[stays] for name, values in self._current.plan.signals.items()}
         plan.num_resting = num_left
@@ -292,7 +292,7 @@ class Auto(Policy):
 
     def forget(self, slots: IntArray) -> None:
         # A device may be waiting: learning has time until there is somebody new.
-        self._gone += slots.tolist()
+        self._gone.update(slots.tolist())
         if not self._unlearnt:
             self._learn()
         if self._next is not None and np.isin(self._next.batch.slots, slots).any():
@@ -315,7 +315,7 @@ class Auto(Policy):
         if is_late and self._current is not None:
             self.cost.see(self._current.batch)  # what they missed is in what that one knew
         if self._gone:
-            slots = np.unique(self._gone)  # twice, if a step was under way by then
+            slots = np.array(sorted(self._gone))
             self._gone.clear()
             for part in (self.acceptance, self._lifespan, self.cost, self._probe):
                 part.forget(slots)
@@ -555,16 +555,17 @@ def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:
     return float((outlooks * (1 - outlooks**lengths) / (1 - outlooks)).sum())
 
 
-def _is_left(batch: BatchView, before: BatchView) -> bool:
-    """Whether those in the batch are all who are left of another, and about as many."""
-    stays = np.isin(before.slots, batch.slots)
+def _who_stays(batch: BatchView, before: BatchView) -> BoolArray | None:
+    """[before] who is still there, if those in the batch are all who are left of another, and about as many."""
+    stays: BoolArray = np.isin(before.slots, batch.slots)
     num_gone = before.slots.size - batch.slots.size
-    return (
+    is_left = (
         np.array_equal(before.slots[stays], batch.slots)
         and before.num_decoding - batch.num_decoding == num_gone
         and size_of_batch(before.num_sequences) == size_of_batch(batch.num_sequences)
         and not batch.num_prompt_tokens
     )
+    return stays if is_left else None
 
 
 def _has_drafts(outcome: Outcome) -> bool:

@@ -329,17 +329,17 @@ class CostModel:
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         batch_size = max(num_drafted / num_passes, 1.0)
-        is_new, was_known = self._num_idle > LONGEST_IDLE, self._draft.num_near(batch_size) >= NUM_TRUSTED
-        before_s = self.drafting_s(num_drafted, num_passes, self._is_ruled)
+        is_new, least_s = self._num_idle > LONGEST_IDLE, 0.0
         if is_new:
+            # Of whole drafts: what one takes once is not known as well, and next to nothing might remain of a pass.
+            least_s = self.drafting_s(num_drafted, num_passes, self._is_ruled)
+            least_s /= LEAST_CHANGE if self._draft.num_near(batch_size) >= NUM_TRUSTED else FEWER
             self._draft.renew(batch_size)
             for start in self._starts:
                 start.pause()
         self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, draft_s / 2) / num_passes)
-        # Of whole drafts: what one takes once is not known as well, and next to nothing might remain of a pass.
-        after_s = self.drafting_s(num_drafted, num_passes, self._is_ruled)
-        if is_new and (LEAST_CHANGE if was_known else FEWER) * after_s < before_s:
+        if is_new and self.drafting_s(num_drafted, num_passes, self._is_ruled) < least_s:
             self._draft.keep(batch_size)
 
     def _split(self, outcome: Outcome) -> StepCost:

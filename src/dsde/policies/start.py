@@ -96,9 +96,10 @@ class Start:
         passes, sizes, taken = held[unlike <= MOST_APART].T
         num_more = passes * (sizes - size)
         token_s = _slope(num_more, taken, passes)
-        num_passes, seconds = passes, taken - num_more * (token_s or 0.0)
         if token_s is None:
             num_passes, _, seconds = held[unlike <= MOST_UNLIKE].T
+        else:
+            num_passes, seconds = passes, taken - token_s * num_more
         pass_s = _slope(num_passes, seconds)
         if pass_s is not None:
             self.is_told = self.is_known = True

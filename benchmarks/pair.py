@@ -4,12 +4,14 @@
 
 Policies that choose lengths rehearse, as a server does before its first request. Then every group of prompts runs until
 an engine meets no new shapes of passes any more, six times at most: graphs are captured and prompts cached by then, so
-that what is measured is decoding. Then policies take turns, back and forth, and the fastest of `--rounds` turns counts.
-A turn that met a new shape all the same, which takes tens of milliseconds once in an engine's life, is taken again, and
-so is one that began or ended in a slow time of the host (`host_pace.py`), up to `--tries` times in all. `cold` counts
-the steps of a turn that were still so, `slow` says whether the host was. Under each table `auto` is compared with the
-best static length of every category and with the best for all of them, and with `off`, within each round; printed are
-means over rounds with their 95 % interval. Everything measured so far is in `--out` after every category.
+that what is measured is decoding. As many requests run at a time as the batch has places, and whoever ends is followed
+by the next, as by a server that is never idle. Then policies take turns, back and forth, and the fastest of `--rounds`
+turns counts. A turn that met a new shape all the same, which takes tens of milliseconds once in an engine's life, is
+taken again, and so is one that began or ended in a slow time of the host (`host_pace.py`), up to `--tries` times in
+all. `cold` counts the steps of a turn that were still so, `slow` says whether the host was. Under each table `auto` is
+compared with the best static length of every category and with the best for all of them, and with `off`, within each
+round; printed are means over rounds with their 95 % interval. Everything measured so far is in `--out` after every
+category.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from report import MAX_NUM_BATCHED_TOKENS, Report, Row, make_parser, parse, poli
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 MOST_WARM_UPS = 6
+NUM_WAVES = 3
+"""requests for every place of a batch: few of a turn's steps are those of its end, in which places are empty"""
 Turn = tuple[float, list[list[int]], Row]
 """seconds, answers, and what was counted"""
 
@@ -58,12 +62,10 @@ def take(prompts: list[list[int]], count: int) -> list[list[int]]:
 
 def answer(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams) -> tuple[float, list[list[int]]]:
     """Seconds and answers, `batch` prompts at a time."""
-    answers: list[list[int]] = []
+    llm.engine.scheduler.max_num_seqs = batch
     start = time.perf_counter()
-    for first in range(0, len(prompts), batch):
-        outputs = llm.generate(prompts[first : first + batch], params)
-        answers += [output.outputs[0].token_ids for output in outputs]
-    return time.perf_counter() - start, answers
+    outputs = llm.generate(prompts, params)
+    return time.perf_counter() - start, [output.outputs[0].token_ids for output in outputs]
 
 
 def timed(llm: LLM, prompts: list[list[int]], batch: int, params: SamplingParams) -> Turn:
@@ -120,14 +122,14 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report["models_s"] = time.perf_counter() - began
     print(f"models ready in {report['models_s']:.1f} s", flush=True)
     params = SamplingParams(temperature=0, max_tokens=options.tokens)
-    most = max(options.per_category, *options.batches)
+    most = max(options.per_category, NUM_WAVES * max(options.batches))
     encoded = {
         category: [base.chat_prompt([{"role": "user", "content": text}]) for text in texts[:most]]
         for category, texts in read_questions(options.prompts).items()
     }
     for batch in options.batches:
         for category, questions in encoded.items():
-            prompts = take(questions, max(batch, options.per_category))
+            prompts = take(questions, max(NUM_WAVES * batch, options.per_category))
             for llm in engines.values():
                 if time.perf_counter() - began > options.time_limit:
                     print(f"past {options.time_limit:.0f} s: the rest is left out", flush=True)

@@ -1186,7 +1186,11 @@ def test_under_pressure_a_plan_is_good_for_a_few_steps() -> None:
         if number > 20:
             assert policy.num_thoughts == before, "nobody waits for a thought"
             assert len(policy._unlearnt) == num_learnt
+        before, num_unlearnt = policy.num_thoughts, len(policy._unlearnt)
         policy.settle(is_pressed=number > 20)
+        if number > 21:
+            is_thought_of, is_learnt = policy.num_thoughts > before, len(policy._unlearnt) < num_unlearnt
+            assert is_thought_of != is_learnt, "one thing at a time"
         lengths = plan.lengths
         policy.observe(outcome(lengths.tolist(), lengths.tolist(), rng.random((int(lengths.sum()), 3)), verify_s=4e-3))
         num_tested += int(lengths.sum())

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from dsde.models.batch import Heads
+from dsde.models.kernels import attention
 from dsde.models.passes import (
     MOST_GRAPH_TOKENS,
+    MOST_PADDED,
+    MOST_PADDING,
     Pass,
     PassRunner,
     PassShape,
@@ -134,10 +137,10 @@ def test_what_is_read_now_and_then_has_hardly_any() -> None:
     assert all(count <= reading_bucket(count) < max(4 * count, 2) for count in range(1, MOST_GRAPH_TOKENS + 1))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 512, 513, 2048, 2049, 8192, 8193, 100_000])
+@pytest.mark.parametrize("num_tokens", [1, 2048, 2049, 8192, 8193, 100_000])
 def test_context_buckets(num_tokens: int) -> None:
     room = context_bucket(num_tokens)
-    assert num_tokens <= room <= max(512, 4 * num_tokens)
+    assert num_tokens <= room <= max(2048, 4 * num_tokens)
     assert num_tokens <= 8192 or room < 2 * num_tokens
     assert context_bucket(room) == room
 
@@ -162,3 +165,112 @@ def test_a_shape_that_was_worked_out_before_is_that_of_a_batch_like_it(monkeypat
         shape = known.shape(rows, contexts, num_rows, True, in_parts, pad)
         assert shape == runner().shape(rows, contexts, num_rows, True, in_parts, pad)
         assert shape is known.shape(rows, contexts, num_rows, True, in_parts, pad)
+
+
+# Larger graphs for what has not been captured
+
+
+def on_a_device(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> PassRunner:
+    monkeypatch.setattr(Heads, "num_splits", lambda *_: 1)
+    owner.passes.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    owner.passes.heads = Heads(8, 1, 64, torch.bfloat16)
+    owner.passes._passes.clear()
+    return owner.passes
+
+
+def shape_of(runner: PassRunner, lengths: list[int], context: int = 40, **kind: object) -> PassShape:
+    rows = RaggedRows(np.array(lengths))
+    return runner.shape(rows, np.full(len(lengths), context), None, **kind)  # type: ignore[arg-type]
+
+
+def capture(runner: PassRunner, lengths: list[int], context: int = 40, **kind: object) -> PassShape:
+    """As if it had been met twice."""
+    runner.makes_do = False
+    shape = shape_of(runner, lengths, context, **kind)
+    runner.makes_do = True
+    entry = runner._passes[shape] = Pass(shape, None, None, {}, None)  # type: ignore[arg-type]
+    entry.graph = SimpleNamespace()  # type: ignore[assignment]
+    runner.num_captured += 1
+    return shape
+
+
+def test_a_larger_graph_does_until_it_was_wanted_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+    runner = on_a_device(owner, monkeypatch)
+    small = shape_of(runner, [3, 2])
+    assert small.num_tokens == 6, "there is nothing else"
+    large = capture(runner, [6, 2])
+    assert shape_of(runner, [3, 2]) is large
+    larger = capture(runner, [6, 6])
+    assert shape_of(runner, [3, 2]) is large, "the smallest that does"
+    assert shape_of(runner, [7, 2]) == larger
+    for _ in range(MOST_PADDED - 2):
+        assert shape_of(runner, [3, 2]) is large
+    assert shape_of(runner, [3, 2]) == small, "by now it is worth a graph of its own"
+    capture(runner, [3, 2])
+    assert shape_of(runner, [3, 2]) == small
+    runner.forget()
+    assert shape_of(runner, [2, 2]).num_tokens == 4
+
+
+def test_a_graph_that_was_dropped_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+    runner = on_a_device(owner, monkeypatch)
+    large = capture(runner, [6, 2])
+    assert shape_of(runner, [3, 2]) is large
+    del runner._passes[large]  # many others were used since
+    assert shape_of(runner, [3, 2]).num_tokens == 6
+    runner._passes[large] = Pass(large, None, None, {}, None)  # type: ignore[arg-type]
+    assert shape_of(runner, [3, 2]).num_tokens == 6, "it is not captured"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "context", "kind"),
+    [
+        ([4] * 8, 40, {"in_parts": True}),
+        ([4] * 8, 40, {"variant": (True,)}),
+        ([4, 2], 40, {}),
+        ([4] * 4, 40, {}),
+        ([16] * 8, 40, {}),
+        ([4] * 8, 5000, {}),
+    ],
+    ids=[
+        "in parts",
+        "another variant",
+        "fewer sequences",
+        "as many tokens of fewer",
+        "far too many tokens",
+        "as it is",
+    ],
+)
+def test_not_every_graph_does(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], context: int, kind: dict[str, object]
+) -> None:
+    owner = Owner()
+    runner = on_a_device(owner, monkeypatch)
+    large = capture(runner, lengths, context, **kind)
+    asked = shape_of(runner, [3, 2, 2, 2, 2, 2, 2, 2])
+    assert (asked is large) == (context == 5000), "a longer table is no obstacle"
+
+
+def test_what_serves_has_room_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tokens, sequences, tables and the items of the attention, whatever the lengths."""
+    rng = np.random.default_rng(0)
+    num_served = 0
+    owner = Owner()
+    runner = on_a_device(owner, monkeypatch)
+    for _ in range(3000):
+        large, small = (rng.integers(1, rng.integers(2, 24), rng.integers(1, 24)).tolist() for _ in range(2))
+        runner.forget()
+        shape = capture(runner, large, int(rng.integers(1, 3000)))
+        context = int(rng.integers(1, 3000))
+        asked = shape_of(runner, small, context)
+        if asked != shape:
+            continue
+        num_served += 1
+        assert sum(small) <= asked.num_tokens
+        assert len(small) <= asked.num_seqs
+        assert context <= 16 * asked.table_width
+        assert len(attention.make_items(np.array(small), asked.queries_per_item)) <= asked.num_items
+        assert asked.num_tokens <= 2 * MOST_PADDING * sum(small)
+    assert num_served > 100

@@ -48,6 +48,9 @@ NUM_SPARE = 4 * BLOCK_SIZE
 somebody needs more"""
 _PRESSED = 0.03
 """share of a step that a device may wait for the host before it"""
+_NUM_CALM = 32
+"""steps with drafts after which it counts no more that the device waited before one: what keeps it from waiting would
+be given up as soon as it has helped"""
 _MOST_FLIGHTS = 2
 """One more would only make the end of a request known later."""
 
@@ -136,8 +139,8 @@ class Engine:
         """steps under way, the next to land first"""
         self._unreported: deque[_Emission] = deque()
         """outlives a step that fails after these were committed"""
-        self._is_pressed = False
-        """whether the device waited for the host before the last step that drafted"""
+        self._num_calm = _NUM_CALM
+        """steps with drafts since the device last waited for the host before one"""
         self._num_traced = 0
         """unfinished requests that want a trace"""
         self.watched = False
@@ -245,7 +248,7 @@ class Engine:
         """A step, when nothing is under way; while it is, the policy has time to think."""
         self._flights.append(self._launch())
         if self.executor.is_asynchronous:
-            self.policy.settle(self.planner.foresee(self._flights[-1].work), self._is_pressed)
+            self.policy.settle(self.planner.foresee(self._flights[-1].work), self._num_calm < _NUM_CALM)
 
     def _can_follow(self) -> bool:
         """Whether the step after those under way is certain: nobody drafts, joins, may end for its length, lacks memory
@@ -312,7 +315,8 @@ class Engine:
         if step.plan.plan is not None and step.plan.plan.cap is not None:
             self.metrics.last_cap = step.plan.plan.cap
         if landing.num_draft_passes and not landing.is_cold and not landing.is_resumed:
-            self._is_pressed = seconds.idle > _PRESSED * (seconds.draft + seconds.verify)
+            has_waited = seconds.idle > _PRESSED * (seconds.draft + seconds.verify)
+            self._num_calm = 0 if has_waited else self._num_calm + 1
         self.metrics.num_draft_passes += landing.num_draft_passes
         self.metrics.num_cold_steps += landing.is_cold
         self.metrics.plan_s += times[1] - times[0]

@@ -25,6 +25,7 @@ from dsde.engine.metrics import EngineMetrics
 from dsde.engine.planning import Planner
 from dsde.engine.scheduler import blocks_for
 from dsde.models.batch import BLOCK_SIZE
+from dsde.models.passes import MOST_GRAPH_TOKENS
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy
 
 NUM_PROMPT_TOKENS = 4 * BLOCK_SIZE + 1
@@ -51,10 +52,17 @@ class Act(NamedTuple):
     num_drafting: int | None = None
     """None: all"""
 
+    def suits(self, size: int) -> bool:
+        """Whether so many requests might do it: far beyond the largest graph drafts are not as long."""
+        longest = self.length if self.usual is None else self.usual
+        return size * (1 + longest) <= 2 * MOST_GRAPH_TOKENS
+
 
 NOBODY = Act()
 ACTS = (
     NOBODY,
+    Act(length=16, usual=16),
+    Act(length=8, usual=8),
     Act(length=8, usual=4),
     Act(length=4, usual=2),
     Act(length=2, usual=1),
@@ -123,9 +131,15 @@ def _played(engine: Engine, script: Script) -> Iterator[None]:
     engine.policy, engine.metrics, engine.intake = script, EngineMetrics(), copy(intake)
     engine.planner = Planner(script, engine.scheduler, engine.drafter, engine.metrics)
     engine.planner.num_ahead = planner.num_ahead
+    drafter = getattr(engine.executor, "drafter", None)
+    runners = [owner.passes for owner in (engine.executor, drafter) if owner is not None and hasattr(owner, "passes")]
+    for runner in runners:
+        runner.makes_do = False
     try:
         yield
     finally:
+        for runner in runners:
+            runner.makes_do = True
         try:
             for request_id in list(engine.requests):
                 engine.abort(request_id)
@@ -133,7 +147,6 @@ def _played(engine: Engine, script: Script) -> Iterator[None]:
         finally:
             engine.policy, engine.planner, engine.metrics, engine.intake = policy, planner, metrics, intake
             engine.scheduler.pool.forget_all()
-            drafter = getattr(engine.executor, "drafter", None)
             if drafter is not None:
                 drafter.foresight = Foresight()  # a script is obeyed to the letter
 
@@ -150,6 +163,8 @@ def _perform(engine: Engine, script: Script, size: int, params: SamplingParams) 
     while any(sequence.num_output_tokens == 0 for sequence in sequences):
         engine.step()
     for act in ACTS if engine.drafter is not None else ACTS[:1]:
+        if not act.suits(size):
+            continue
         script.act = NOBODY
         _step(engine)
         for sequence in sequences:  # as if nobody had drafted for so long

@@ -2,7 +2,8 @@
 
 A graph is captured for a bucket of tokens and sequences and serves every mixture of lengths in it: what differs from
 step to step is read from the device's own memory, and what a bucket has too many is padding that every kernel skips.
-Captured at its second use, so that a shape seen once costs nothing. A pass can be begun before it is known whether it
+Captured at its second use, so that a shape seen once costs nothing; and where a larger one has been captured that does
+as well, only if it is met time and again. A pass can be begun before it is known whether it
 is wanted: its first part is then a graph of its own. Knows nothing of drafts, sampling or requests: what is computed is
 the caller's body.
 """
@@ -38,6 +39,11 @@ _MOST_SHAPES = 8192
 """that need not be worked out again"""
 MOST_GRAPHS = 512
 """of one model: enough for any traffic that lasts, and a bound to memory for one that never repeats itself"""
+MOST_PADDING = 2
+"""times the tokens of a pass, that a larger graph may have which is there already"""
+MOST_PADDED = 128
+"""passes that such a graph does for one of the right size, before that is captured: to do so takes as long as tens of
+passes, and padding is a small part of each"""
 
 
 @contextmanager
@@ -94,7 +100,7 @@ def reading_bucket(count: int) -> int:
 def context_bucket(num_tokens: int) -> int:
     """Tokens that a pass has room for in every sequence's block table. A context that outgrows it meets nothing but new
     shapes, so there are few; but long tables take time to copy."""
-    room = 32 * BLOCK_SIZE
+    room = 128 * BLOCK_SIZE
     while room < num_tokens:
         room *= 4 if room < 512 * BLOCK_SIZE else 2
     return room
@@ -165,6 +171,17 @@ class PassShape:
     variant: tuple[Any, ...] = ()
     """whatever else the body was compiled for"""
 
+    def serves(self, other: PassShape) -> bool:
+        """Whether a pass of this shape does what is asked of the other one, with more padding."""
+        return (
+            (self.takes_all_rows, self.is_graph, self.in_parts, self.variant)
+            == (other.takes_all_rows, other.is_graph, other.in_parts, other.variant)
+            and other.num_tokens <= self.num_tokens <= MOST_PADDING * other.num_tokens
+            and other.num_seqs <= self.num_seqs
+            and other.num_rows <= self.num_rows
+            and other.table_width <= self.table_width
+        )
+
 
 @dataclass(slots=True)
 class Pass:
@@ -190,6 +207,17 @@ class Pass:
         return self.graph is not None or bool(self.parts)
 
 
+@dataclass(slots=True)
+class _StandIn:
+    """A captured shape for another."""
+
+    shape: PassShape
+    num_captured: int
+    """graphs, when it was the smallest that would do"""
+    num_passes: int
+    """it was wanted for"""
+
+
 Body = Callable[[Pass], Generator[None, None, Any]]
 
 
@@ -211,6 +239,9 @@ class PassRunner:
         """of graphs, by all that they follow from"""
         self._passes: OrderedDict[PassShape, Pass] = OrderedDict()
         """those used last at the end"""
+        self.makes_do = True
+        """whether a larger graph serves where the right one has not been captured"""
+        self._stand_ins: dict[PassShape, _StandIn] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -223,6 +254,7 @@ class PassRunner:
     def forget(self) -> None:
         """Drop all graphs: something they point to has moved."""
         self._passes.clear()
+        self._stand_ins.clear()
         self._pool = None
 
     def shape(
@@ -235,20 +267,44 @@ class PassRunner:
         pad: Callable[[int], int] | None = None,
         variant: tuple[Any, ...] = (),
     ) -> PassShape:
-        """The bucket for sequences of these lengths. `num_rows` None: all rows have logits; `pad`: to which size, where
-        sizes are different every time, and padding is cheaper than graphs for all of them."""
+        """The bucket for sequences of these lengths, or a larger one that is captured. `num_rows` None: all rows have
+        logits; `pad`: to which size, where sizes are different every time, and padding is cheaper than graphs for all
+        of them."""
         is_graph = may_graph and rows.count <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
         context = context_bucket(int(contexts.max()))
         # A device may be waiting for the pass, and mostly it is like one before. Without a graph lengths matter, too.
         key = (rows.count, rows.longest, len(contexts), num_rows, context, in_parts, pad, variant)
         if is_graph and key in self._shapes:
-            return self._shapes[key]
+            return self._at_hand(self._shapes[key])
         shape = self._make_shape(rows, len(contexts), num_rows, context, is_graph, in_parts, pad, variant)
-        if is_graph:
-            if len(self._shapes) >= _MOST_SHAPES:
-                self._shapes.clear()
-            self._shapes[key] = shape
-        return shape
+        if not is_graph:
+            return shape
+        if len(self._shapes) >= _MOST_SHAPES:
+            self._shapes.clear()
+            self._stand_ins.clear()
+        self._shapes[key] = shape
+        return self._at_hand(shape)
+
+    def _is_captured(self, shape: PassShape) -> bool:
+        entry = self._passes.get(shape)
+        return entry is not None and entry.is_captured
+
+    def _at_hand(self, shape: PassShape) -> PassShape:
+        """That of a graph, or as long as there is none that of a larger one, if there is such."""
+        if not self.makes_do or self._is_captured(shape):
+            return shape
+        stand_in = self._stand_ins.get(shape)
+        if stand_in is None or stand_in.num_captured < self.num_captured or not self._is_captured(stand_in.shape):
+            serving = [known for known in self._passes if self._is_captured(known) and known.serves(shape)]
+            if not serving:
+                return shape
+            best = min(serving, key=lambda each: (each.num_tokens, each.table_width, each.num_seqs, each.num_rows))
+            num_passes = 0 if stand_in is None else stand_in.num_passes
+            stand_in = self._stand_ins[shape] = _StandIn(best, self.num_captured, num_passes)
+        if stand_in.num_passes >= MOST_PADDED:
+            return shape
+        stand_in.num_passes += 1
+        return stand_in.shape
 
     def _make_shape(
         self,
@@ -269,7 +325,8 @@ class PassRunner:
             # Sequences cost next to nothing here: fewer graphs.
             num_tokens = (pad or ragged_bucket)(num_tokens)
             num_seqs = min(power_of_2(num_seqs), num_tokens)
-            num_items = num_seqs if longest <= per_item else attention.num_items_bound(num_tokens, num_seqs, per_item)
+            # Whatever the lengths, so that as many tokens of as many sequences always fit.
+            num_items = attention.num_items_bound(num_tokens, num_seqs, per_item)
         else:
             num_items = int((-(-rows.lengths // per_item)).sum())
         if num_rows is None:
@@ -287,7 +344,7 @@ class PassRunner:
             table_width=context // BLOCK_SIZE,
             queries_per_item=per_item,
             num_items=num_items,
-            num_splits=heads.num_splits(num_items, context, longest, self.device),
+            num_splits=heads.num_splits(num_seqs if longest <= per_item else num_items, context, longest, self.device),
             is_graph=is_graph,
             in_parts=in_parts,
             variant=variant,

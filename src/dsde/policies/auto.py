@@ -160,7 +160,9 @@ class Auto(Policy):
         self._num_left = 0
         """steps of a rest that ended with a request"""
         self._num_put_off = 0
-        """times that nothing was thought of, one after the other, for lack of time"""
+        """times that no plan was thought of, one after the other, for lack of time"""
+        self._is_settled = False
+        """whether somebody calls `settle` behind every plan"""
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
         self._drafts = False
@@ -222,10 +224,11 @@ class Auto(Policy):
     def _count_anew(self) -> None:
         """Nothing has been seen of the plan that is handed over."""
         self._num_observed = self._num_settled = self._num_rested = 0
+        self._is_settled = False
 
     def observe(self, outcome: Outcome) -> None:
-        if not self._num_put_off and not self._rests():
-            self._learn()  # where nobody calls `settle`
+        if not self._is_settled and not self._rests():
+            self._learn()
         if self._current is not None:
             self._unlearnt.append((outcome, self._current))
         self._num_observed += 1
@@ -235,11 +238,15 @@ class Auto(Policy):
 
     def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
         self._drop_next()  # made for a step that had nobody to plan for
-        if is_pressed and coming is None and self._num_put_off < MOST_REPEATS and self._can_repeat():
+        self._is_settled = True
+        is_pressed = is_pressed and coming is None and self._can_repeat()
+        if is_pressed and self._num_put_off < MOST_REPEATS:
             self._num_put_off += 1
+            self._learn()
             return
+        if not (is_pressed and self._num_put_off):  # one thing at a time
+            self._learn()
         self._num_put_off = 0
-        self._learn()
         self._num_settled = self._num_observed
         if coming is not None and not self._would_rest_on(coming):
             self.cost.see(coming)

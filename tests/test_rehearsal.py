@@ -92,7 +92,7 @@ def test_hardly_any_step_is_slow_whatever_is_drafted(way: Way) -> None:
         pytest.skip("without graphs no pass is slower than another")
     engine = way.engine("close", Ragged(), max_num_seqs=8)
     rehearse(engine)
-    assert num_cold(engine, 8, GREEDY) <= 2, "of prompts"
+    assert num_cold(engine, 8, GREEDY) == 0
     expected = tokens_of(complete(way.engine("close", "off", max_num_seqs=8), prompts(8), GREEDY))
     assert tokens_of(complete(engine, prompts(8), GREEDY)) == expected
 

@@ -2,7 +2,8 @@
 
 On a GPU the first passes of a shape are many times as slow as all later ones, since they are captured, and a step whose
 kernels have to be compiled takes up to seconds. So batches of all sizes go through what a policy may ask for: nobody
-drafts, or everybody, or a few of many whose drafts have something to read first; drafts go on, or a rule ends them.
+drafts, or everybody, or a few of many whose drafts have something to read first; drafts go on, or a rule ends them; and
+somebody joins meanwhile.
 Nothing of it is left but shapes. Knows nothing of these, nor of the policy that comes after it but which signals it
 needs.
 """
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsde.core.params import SamplingParams
+from dsde.core.sequence import Sequence
 from dsde.core.stops import StopByWorth
 from dsde.drafting.foresight import Foresight
 from dsde.engine.engine import Engine
@@ -55,7 +57,8 @@ class Act(NamedTuple):
     def suits(self, size: int) -> bool:
         """Whether so many requests might do it: far beyond the largest graph drafts are not as long."""
         longest = self.length if self.usual is None else self.usual
-        return size * (1 + longest) <= 2 * MOST_GRAPH_TOKENS
+        num_read = (size if self.num_drafting is None else self.num_drafting) * self.num_missed
+        return size * (1 + longest) <= 2 * MOST_GRAPH_TOKENS and num_read <= MOST_GRAPH_TOKENS
 
 
 NOBODY = Act()
@@ -68,9 +71,15 @@ ACTS = (
     Act(length=2, usual=1),
     Act(length=4),
     Act(length=2),
-    Act(length=1, num_missed=4),
+    *(Act(length=1, num_missed=missed) for missed in (4, 16, 64)),
     *(Act(4 // few, num_missed=missed, num_drafting=few) for few in (1, 2, 4) for missed in (4, 16, 64)),
 )
+
+
+ACTS_WITH_COMPANY = (NOBODY, *(Act(length) for length in (8, 4, 2, 1)))
+"""while somebody joins"""
+NUM_OF_COMPANY = (BLOCK_SIZE, 4 * BLOCK_SIZE, 16 * BLOCK_SIZE)
+"""tokens of whose prompt"""
 
 
 class Script(Policy):
@@ -113,6 +122,8 @@ def rehearse(engine: Engine) -> None:
         for size in reversed(sizes):  # the largest first: whatever needs more room than before is captured anew
             for params in WAYS if size in (sizes[0], sizes[-1]) else WAYS[:1]:
                 _perform(engine, script, size, params)
+            if size < sizes[-1]:
+                _perform_with_company(engine, script, size)
 
 
 def _sizes(engine: Engine) -> list[int]:
@@ -141,9 +152,7 @@ def _played(engine: Engine, script: Script) -> Iterator[None]:
         for runner in runners:
             runner.makes_do = True
         try:
-            for request_id in list(engine.requests):
-                engine.abort(request_id)
-            engine.step()  # lands what is under way
+            _disperse(engine)  # lands what is under way
         finally:
             engine.policy, engine.planner, engine.metrics, engine.intake = policy, planner, metrics, intake
             engine.scheduler.pool.forget_all()
@@ -152,7 +161,43 @@ def _played(engine: Engine, script: Script) -> Iterator[None]:
 
 
 def _perform(engine: Engine, script: Script, size: int, params: SamplingParams) -> None:
-    """Everything that so many requests may do."""
+    """Everything that so many requests may do by themselves."""
+    sequences = _gather(engine, script, size, params)
+    for act in ACTS if engine.drafter is not None else ACTS[:1]:
+        if not act.suits(size):
+            continue
+        # Who has something to read has read it after one step.
+        num_times, num_steps = (1, NUM_STEPS) if act.num_missed == 1 else (NUM_STEPS, 1)
+        for _ in range(num_times):
+            script.act = NOBODY
+            _step(engine)
+            for sequence in sequences:  # as if nobody had drafted for so long
+                num_read = max(sequence.num_tokens - act.num_missed, 0)
+                sequence.num_draft_computed = min(sequence.num_draft_computed, num_read)
+            script.act = act
+            for _ in range(num_steps):
+                _step(engine)
+    _disperse(engine)
+
+
+def _perform_with_company(engine: Engine, script: Script, size: int) -> None:
+    """What they may do while somebody joins them."""
+    _gather(engine, script, size, WAYS[0])
+    rng = np.random.default_rng(size)
+    for act in ACTS_WITH_COMPANY if engine.drafter is not None else ACTS_WITH_COMPANY[:1]:
+        script.act = act
+        for count in NUM_OF_COMPANY:
+            if not act.suits(size) or count >= engine.intake.max_model_len:
+                continue
+            for _ in range(NUM_STEPS):
+                prompt = rng.integers(0, engine.intake.vocab_size, count)
+                engine.add(prompt.tolist(), replace(WAYS[0], max_tokens=1))
+                _step(engine)
+    _disperse(engine)
+
+
+def _gather(engine: Engine, script: Script, size: int, params: SamplingParams) -> list[Sequence]:
+    """So many requests whose prompts have been read."""
     rng = np.random.default_rng(size)
     num_prompt_tokens = max(min(NUM_PROMPT_TOKENS, engine.intake.max_model_len // 2), 1)
     prompts = rng.integers(0, engine.intake.vocab_size, (size, num_prompt_tokens))
@@ -162,18 +207,12 @@ def _perform(engine: Engine, script: Script, size: int, params: SamplingParams) 
     script.act = NOBODY
     while any(sequence.num_output_tokens == 0 for sequence in sequences):
         engine.step()
-    for act in ACTS if engine.drafter is not None else ACTS[:1]:
-        if not act.suits(size):
-            continue
-        script.act = NOBODY
-        _step(engine)
-        for sequence in sequences:  # as if nobody had drafted for so long
-            sequence.num_draft_computed = min(sequence.num_draft_computed, max(sequence.num_tokens - act.num_missed, 0))
-        script.act = act
-        for _ in range(NUM_STEPS):
-            _step(engine)
-    for sequence in sequences:
-        engine.abort(sequence.request_id)
+    return sequences
+
+
+def _disperse(engine: Engine) -> None:
+    for request_id in list(engine.requests):
+        engine.abort(request_id)
     engine.step()
 
 

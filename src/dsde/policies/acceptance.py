@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsde.core.stops import make_looks
 from dsde.policies.base import FloatArray, IntArray, Outcome
@@ -52,7 +54,25 @@ IDLE_MEMORY = 128.0
 LOWEST, HIGHEST = 0.005, 0.995
 """outlooks"""
 
+FEW_AT_ONCE = 8
+"""tested tokens that the weights are learnt from at once, at least, when somebody asks for them: to learn from one takes
+as long as from many"""
+MANY_AT_ONCE = 512
+"""the most, whether somebody asks or not"""
+NUM_EAGER = 64
+"""the first of all, which are learnt from as soon as somebody asks"""
+
 _PRIOR: FloatArray = np.eye(2 + NUM_LOOKS) * PRIOR_PRECISION
+
+
+@dataclass(slots=True)
+class _Lesson:
+    """What the weights are to learn from a step."""
+
+    outcome: Outcome
+    num_tested: IntArray
+    history: FloatArray
+    """[sequences] log-odds of their outlooks"""
 
 
 @dataclass
@@ -69,33 +89,60 @@ class _Sequences(SlotTable):
         return self.sums[slots]
 
 
+@dataclass(slots=True)
+class _View:
+    """What is known of some sequences."""
+
+    slots: IntArray
+    sums: FloatArray
+    """a copy"""
+    guesses: FloatArray
+    """[slots, memories]"""
+    trust: FloatArray
+    """[slots, memories]"""
+    outlooks: FloatArray
+
+
 class AcceptanceModel:
     def __init__(self) -> None:
-        self.weights = PRIOR_WEIGHTS.copy()
+        self._weights = PRIOR_WEIGHTS.copy()
         self._information = _PRIOR.copy()
+        self._lessons: list[_Lesson] = []
+        self._num_due = 0
+        """tested tokens in them"""
+        self._num_learnt = 0
+        """before them"""
         self._num_accepted, self._num_tested = PRIOR_RATE * PRIOR_VOICES, PRIOR_VOICES
         self._evidence = np.zeros(MEMORIES.size)
         """log-probability of what was found, by memory, fading"""
         self._num_contested = 1.0
         self._sequences = _Sequences(np.zeros((1, 3, MEMORIES.size)), np.zeros(1))
+        self._view: _View | None = None
+        """of those who were asked for last, if nothing has been learnt since"""
 
     @property
     def rate(self) -> float:
         """Of tested tokens that stood, lately, over all requests."""
         return min(max(self._num_accepted / self._num_tested, LOWEST), HIGHEST)
 
+    @property
+    def weights(self) -> FloatArray:
+        """Of the regression: constant, history and looks."""
+        if self._num_due >= FEW_AT_ONCE or (self._num_due and self._num_learnt < NUM_EAGER):
+            self._learn_weights()
+        return self._weights
+
     def outlooks(self, slots: IntArray) -> tuple[FloatArray, FloatArray]:
         """[slots] chance of a position that nobody has looked at yet, and how far off that may well be."""
-        sums = self._sequences.of(slots)
-        num_tested = sums[:, 1] + STRENGTHS
-        guesses = (sums[:, 0] + STRENGTHS * self.rate) / num_tested
-        trust = self._trust(sums[:, 2])
-        outlooks = np.minimum(np.maximum(np.add.reduce(guesses * trust, axis=1), LOWEST), HIGHEST)
-        return outlooks, np.sqrt(outlooks * (1 - outlooks) / np.add.reduce(num_tested * trust, axis=1))
+        view = self._view = self._look_up(slots)
+        num_tested = view.sums[:, 1] + STRENGTHS
+        outlooks = view.outlooks
+        return outlooks, np.sqrt(outlooks * (1 - outlooks) / np.add.reduce(num_tested * view.trust, axis=1))
 
     def offsets(self, outlooks: FloatArray) -> FloatArray:
         """Log-odds of a position of sequences with these outlooks, before its signals."""
-        offsets: FloatArray = self.weights[0] + self.weights[1] * _log_odds(outlooks)
+        constant, history = self.weights[:2].tolist()
+        offsets: FloatArray = constant + history * _log_odds(outlooks)
         return offsets
 
     def observe(self, outcome: Outcome) -> None:
@@ -109,10 +156,14 @@ class AcceptanceModel:
         if not total:
             self._fade(outcome.num_steps)
             return
-        self._learn_weights(outcome, num_tested, _log_odds(outlooks))
+        self._lessons.append(_Lesson(outcome, num_tested, _log_odds(outlooks)))
+        self._num_due += total
+        if self._num_due >= MANY_AT_ONCE:
+            self._learn_weights()
 
     def forget(self, slots: IntArray) -> None:
         self._sequences.reset(slots)
+        self._view = None
 
     def _fade(self, num_steps: int) -> None:
         """Nobody drafts: what was found of everybody is of yesterday soon, and few new findings must outweigh it."""
@@ -121,6 +172,13 @@ class AcceptanceModel:
         self._num_accepted, self._num_tested = kept_rate * self._num_accepted, kept_rate * self._num_tested
         kept_trust = max(kept, min(LEAST_CONTESTED / self._num_contested, 1.0))
         self._evidence, self._num_contested = kept_trust * self._evidence, kept_trust * self._num_contested
+
+    def _look_up(self, slots: IntArray) -> _View:
+        sums = self._sequences.of(slots)
+        guesses = (sums[:, 0] + STRENGTHS * self.rate) / (sums[:, 1] + STRENGTHS)
+        guesses = np.minimum(np.maximum(guesses, LOWEST), HIGHEST)
+        trust = self._trust(sums[:, 2])
+        return _View(slots, sums, guesses, trust, np.add.reduce(guesses * trust, axis=1))
 
     def _trust(self, evidence: FloatArray) -> FloatArray:
         """[slots, memories] by how well they foretold of late: these sequences, and all."""
@@ -133,14 +191,15 @@ class AcceptanceModel:
         self, slots: IntArray, accepted: IntArray, num_tested: IntArray, ages: IntArray, total: int
     ) -> FloatArray:
         """Returns the outlooks before."""
-        sums = self._sequences.of(slots)
+        view, self._view = self._view, None
+        if view is None or not np.array_equal(view.slots, slots):
+            view = self._look_up(slots)
+        sums, guesses = view.sums, view.guesses
         all_accepted, all_tested, evidence = sums[:, 0], sums[:, 1], sums[:, 2]
-        guesses = (all_accepted + STRENGTHS * self.rate) / (all_tested + STRENGTHS)
-        guesses = np.minimum(np.maximum(guesses, LOWEST), HIGHEST)
-        outlooks: FloatArray = np.add.reduce(guesses * self._trust(evidence), axis=1)
         sums[:, :2] *= np.exp(-ages / MEMORIES)[:, None]
-        idle = np.where(num_tested[:, 0] > 0, 0, ages[:, 0])
-        own_tested = self._sequences.num_tested[slots] * np.exp(-idle / MEMORIES[-1])
+        own_tested = self._sequences.num_tested[slots]
+        if not num_tested.all():
+            own_tested = own_tested * np.exp(np.where(num_tested[:, 0] > 0, 0, -ages[:, 0]) / MEMORIES[-1])
         self._sequences.num_tested[slots] = own_tested + num_tested[:, 0]
         all_accepted += accepted
         all_tested += num_tested
@@ -160,12 +219,14 @@ class AcceptanceModel:
             evidence *= np.exp(-num_tested / OWN_CONTEST)
             evidence += found
         self._sequences.sums[slots] = sums
-        return outlooks
+        return view.outlooks
 
-    def _learn_weights(self, outcome: Outcome, num_tested: IntArray, history: FloatArray) -> None:
+    def _learn_weights(self) -> None:
         """One step of Newton's method, where the curvature is that of everything seen so far, fading."""
-        places, owners, stood = _tested(outcome, num_tested)
-        signals = outcome.draft_signals[places]
+        lessons, self._lessons = self._lessons, []
+        self._num_learnt, self._num_due = self._num_learnt + self._num_due, 0
+        owners, stood, signals = _tested(lessons)
+        history = _joined([lesson.history for lesson in lessons])
         if not np.isfinite(signals).all():
             is_known = np.isfinite(signals).all(axis=1)
             signals, owners, stood = signals[is_known], owners[is_known], stood[is_known]
@@ -173,14 +234,18 @@ class AcceptanceModel:
         looks[:, 0] = 1.0
         looks[:, 1] = history[owners]
         looks[:, 2:] = make_looks(signals)
-        chances = 1 / (1 + np.exp(-(looks @ self.weights)))
+        chances = 1 / (1 + np.exp(-(looks @ self._weights)))
         missing, doubts = stood - chances, chances * (1 - chances)
         kept = math.exp(-missing.size / MEMORY)
         self._information = kept * self._information + (1 - kept) * _PRIOR + looks.T @ (looks * doubts[:, None])
         step = np.linalg.solve(self._information, looks.T @ missing)
         # A large batch at once, far from what was thought, would lead anywhere: the curvature is that of this place.
         farthest = float(np.abs(looks @ step).max(initial=0.0))
-        self.weights += step / max(farthest / FARTHEST, 1.0)
+        self._weights = self._weights + step / max(farthest / FARTHEST, 1.0)
+
+
+def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _log_odds(chances: FloatArray) -> FloatArray:
@@ -188,9 +253,13 @@ def _log_odds(chances: FloatArray) -> FloatArray:
     return odds
 
 
-def _tested(outcome: Outcome, num_tested: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
-    """Of every tested token: its place among the drafted ones, the sequence, and whether it stood."""
-    firsts = np.add.accumulate(outcome.drafted) - outcome.drafted
-    owners = np.repeat(np.arange(outcome.slots.size), num_tested)
+def _tested(lessons: list[_Lesson]) -> tuple[IntArray, FloatArray, FloatArray]:
+    """Of every tested token: the sequence, whether it stood, and its signals."""
+    num_tested = _joined([lesson.num_tested for lesson in lessons])
+    drafted = _joined([lesson.outcome.drafted for lesson in lessons])
+    accepted = _joined([lesson.outcome.accepted for lesson in lessons])
+    firsts = np.add.accumulate(drafted) - drafted
+    owners = np.repeat(np.arange(drafted.size), num_tested)
     depths = np.arange(owners.size) - np.repeat(np.add.accumulate(num_tested) - num_tested, num_tested)
-    return firsts[owners] + depths, owners, (depths < outcome.accepted[owners]).astype(np.float64)
+    signals = _joined([lesson.outcome.draft_signals for lesson in lessons])
+    return owners, (depths < accepted[owners]).astype(np.float64), signals[firsts[owners] + depths]

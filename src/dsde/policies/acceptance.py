@@ -55,8 +55,8 @@ LOWEST, HIGHEST = 0.005, 0.995
 """outlooks"""
 
 FEW_AT_ONCE = 8
-"""tested tokens that the weights are learnt from at once, at least, when somebody asks for them: to learn from one takes
-as long as from many"""
+"""tested tokens that the weights are learnt from at once, at least, when somebody asks for them: one takes as long as
+many"""
 MANY_AT_ONCE = 512
 """the most, whether somebody asks or not"""
 NUM_EAGER = 64

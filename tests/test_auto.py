@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsde.core.stops import make_looks
+from dsde.core.stops import StopByWorth, make_looks
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
 from dsde.policies.auto import LEAST_GAIN, LEAST_HOPE, MOST_REPEATS, _Choice, _told_together
@@ -547,7 +547,7 @@ def test_how_long_requests_last_is_learnt_from_those_that_ended(num_tokens: int,
 
 @pytest.mark.parametrize("num_told_at_once", [1, 5])
 def test_who_asks_during_a_rest_is_told_what_is_left_of_it(num_told_at_once: int) -> None:
-    """Without another thought, as a device may be waiting; unless somebody has come."""
+    """Without another thought, as a device may be waiting; unless many have come."""
     policy, rng, thoughts = Auto(), np.random.default_rng(0), 0
     think = policy._draft
 
@@ -575,8 +575,14 @@ def test_who_asks_during_a_rest_is_told_what_is_left_of_it(num_told_at_once: int
         policy.observe(all_rejected(plan, rng))
         policy.settle()
     policy.observe(all_rejected(plan, rng))
-    policy.forget(np.array([3]))  # another one is in its place
-    before = thoughts
+    policy.forget(np.arange(3))  # others are in their places
+    before, left = thoughts, plan.num_resting
+    plan = policy.plan(batch(8))
+    assert thoughts == before
+    assert np.isnan(plan.signals["outlook"][:3]).all()
+    assert np.isfinite(plan.signals["outlook"][3:]).all()
+    policy.observe(all_rejected(plan, rng))
+    policy.forget(np.array([5, 6]))  # half of them are new by now, and more
     policy.plan(batch(8))
     assert thoughts == before + 1
 
@@ -696,7 +702,7 @@ def test_whoever_comes_to_the_place_of_another_is_not_taken_for_it() -> None:
     policy.plan(batch(1))
     assert policy._unlearnt
     policy.plan(batch(2))
-    assert has_met == [False, True]
+    assert [is_new.tolist() for is_new in has_met] == [[False], [False, True]]
     assert not policy._unlearnt
     assert policy._lifespan._num_ended == 1
 
@@ -797,7 +803,8 @@ def test_who_is_left_of_a_rest_goes_on_with_it() -> None:
 @pytest.mark.parametrize(
     ("num_seqs", "gone", "slots", "num_decoding"),
     [
-        pytest.param(4, [1], [0, 1, 2, 3], 4, id="somebody is new"),
+        pytest.param(4, [1, 2, 3], [0, 1, 2, 3], 4, id="most are new"),
+        pytest.param(4, [], [0, 1, 2, 3, 4], 5, id="more than before"),
         pytest.param(64, list(range(1, 64)), [0], 1, id="few of many"),
         pytest.param(4, [3], [0, 1, 2], 4, id="somebody chose a length"),
     ],
@@ -1206,6 +1213,45 @@ def test_under_pressure_a_plan_is_good_for_a_few_steps() -> None:
     policy.settle(is_pressed=True)
     before = policy.num_thoughts
     policy.plan(batch(3))
+    assert policy.num_thoughts == before + 1
+
+
+@pytest.mark.parametrize("is_pressed", [True, False])
+@pytest.mark.parametrize("ruled", [True, False])
+def test_under_pressure_who_is_left_drafts_on(is_pressed: bool, ruled: bool) -> None:
+    """As before, without another thought; not so where there is time, nor with somebody new."""
+    rng = np.random.default_rng(0)
+    policy = Thinking(cost=Known(MEMORY_BOUND))
+    policy._sight.is_worth_it = lambda *_: ruled  # type: ignore[method-assign]
+    policy._sight.is_try = lambda *_: False  # type: ignore[method-assign]
+
+    def step(view: BatchView) -> Plan:
+        plan = policy.plan(view)
+        policy.settle(is_pressed=is_pressed)
+        lengths = plan.lengths
+        signals = rng.random((int(lengths.sum()), 3))
+        seen = outcome(lengths.tolist(), lengths.tolist(), signals, verify_s=4e-3)
+        policy.observe(replace(seen, is_ruled=plan.stop is not None))
+        return plan
+
+    for _ in range(30):
+        plan = step(batch(8))
+    assert plan.lengths.all()
+    assert (plan.stop is not None) == ruled
+    before = policy.num_thoughts
+    policy.forget(np.array([2]))
+    left = np.array([0, 1, 3, 4, 5, 6, 7])
+    after = policy.plan(BatchView(left, np.full(7, 100), np.zeros(7), 7))
+    assert (policy.num_thoughts == before) == is_pressed
+    if not is_pressed:
+        return
+    assert after.lengths.tolist() == plan.lengths[left].tolist()
+    assert after.signals["outlook"].tolist() == plan.signals["outlook"][left].tolist()
+    if ruled:
+        assert isinstance(after.stop, StopByWorth)
+        assert isinstance(plan.stop, StopByWorth)
+        assert after.stop.offsets.tolist() == plan.stop.offsets[left].tolist()
+    policy.plan(batch(8))
     assert policy.num_thoughts == before + 1
 
 

@@ -973,7 +973,7 @@ class Foreseeing(Policy):
 
 def test_a_policy_knows_who_is_coming_while_prompts_are_read(way: Way) -> None:
     """Whoever begins to decode is announced with the step that ends its prompt, and what its draft would have to read
-    first; not so where somebody waits, fixes its own length, or reads on."""
+    first; not so where somebody fixes its own length, or reads on."""
     policy = Foreseeing()
     engine = way.engine("close", policy, max_num_seqs=3, max_num_batched_tokens=32)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -993,6 +993,25 @@ def test_a_policy_knows_who_is_coming_while_prompts_are_read(way: Way) -> None:
         assert coming.num_missed is not None
         assert batch.num_missed is not None
         assert (np.abs(coming.num_missed - batch.num_missed) <= 1).all()
+
+
+def test_a_policy_knows_who_takes_the_place_of_another(way: Way) -> None:
+    """Although others wait: they could not run as long as nobody ends."""
+    policy = Foreseeing()
+    engine = way.engine("close", policy, max_num_seqs=2)
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    for number in range(4):
+        engine.add([1 + number, 2, 3], replace(params, max_tokens=8 + 5 * number))
+    num_waiting = []
+    while engine.has_work:
+        engine.step()
+        num_waiting += [len(engine.scheduler.waiting)] if policy.coming is not None else []
+    announced = [(coming, batch) for coming, batch in policy.found if coming is not None]
+    assert [sorted(batch.slots) for _, batch in announced] == 3 * [[0, 1]]
+    assert num_waiting == [1, 0], "of the first nobody hears between two steps"
+    for coming, batch in announced:
+        np.testing.assert_array_equal(coming.slots, batch.slots)
+        np.testing.assert_array_equal(coming.rooms, batch.rooms)
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -624,19 +624,21 @@ class Alternating(Policy):
         self.outcomes.append(outcome)
 
 
-@pytest.mark.parametrize("is_cold", [False, True])
+@pytest.mark.parametrize(("is_cold", "is_padded"), [(False, False), (True, False), (False, True)])
 def test_a_draft_is_told_what_the_device_waited_for_it_and_nobody_what_is_not_typical(
-    is_cold: bool, monkeypatch: pytest.MonkeyPatch
+    is_cold: bool, is_padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = Alternating()
     engine = make_engine(TARGET, DRAFT, policy)
     observe = engine.planner.observe
 
     def observe_timed(plan: LengthPlan, drafted: np.ndarray, caught_up: np.ndarray | None, landing: Landing) -> None:
-        landing.seconds, landing.is_cold = Seconds(draft=1.0, target=2.0, accept=3.0, idle=0.5), is_cold
+        landing.seconds = Seconds(draft=1.0, target=2.0, accept=3.0, idle=0.5)
+        landing.is_cold, landing.is_padded = is_cold, is_padded
         observe(plan, drafted, caught_up, landing)
 
     monkeypatch.setattr(engine.planner, "observe", observe_timed)
     complete(engine, random_prompts(1, 10, 20), GREEDY)
     told = {bool(outcome.drafted.any()): (outcome.draft_s, outcome.verify_s) for outcome in policy.outcomes[:-3]}
-    assert told == ({True: (0.0, 0.0), False: (0.0, 0.0)} if is_cold else {True: (1.5, 5.0), False: (1.0, 5.0)})
+    untold = {True: (0.0, 0.0), False: (0.0, 0.0)}
+    assert told == (untold if is_cold or is_padded else {True: (1.5, 5.0), False: (1.0, 5.0)})

@@ -213,6 +213,18 @@ def test_a_larger_graph_does_until_it_was_wanted_often(monkeypatch: pytest.Monke
     assert shape_of(runner, [2, 2]).num_tokens == 4
 
 
+def test_a_step_like_most_has_its_own_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of everybody, time and again; but not where fewer take part from pass to pass."""
+    owner = Owner()
+    runner = on_a_device(owner, monkeypatch)
+    capture(runner, [1] * 8)
+    large = capture(runner, [1] * 8, in_parts=True)
+    assert shape_of(runner, [1] * 5).num_tokens == 6
+    assert runner.num_padded == 0
+    assert shape_of(runner, [1] * 5, in_parts=True) is large
+    assert runner.num_padded == 1
+
+
 def test_a_graph_that_was_dropped_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = Owner()
     runner = on_a_device(owner, monkeypatch)

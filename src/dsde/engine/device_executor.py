@@ -65,6 +65,8 @@ class DeviceFlight:
     longest_context: int
     is_cold: bool
     """as in Landing"""
+    is_padded: bool
+    """likewise"""
 
     is_followed: bool = False
     """another step has been queued that writes to the same places"""
@@ -135,7 +137,7 @@ class _Variant(NamedTuple):
     truncated: bool
     point_mass: bool
     longest: int
-    """most drafted tokens of a sequence, a power of two or 0"""
+    """most drafted tokens of a sequence; with the one behind them mostly a power of two"""
 
 
 class DeviceExecutor:
@@ -170,7 +172,7 @@ class DeviceExecutor:
         self._answers: dict[tuple[int, int], list[Answer]] = {}
         self._num_moves = 0
         """as often as that the draft store had moved when graphs were last captured"""
-        self._num_cold = 0
+        self._num_cold = self._num_padded = 0
         """passes, of those up to the end of the last step's verification"""
 
     def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
@@ -354,7 +356,7 @@ class DeviceExecutor:
             proposals.signals = self.drafts.fetch_signals(int(proposals.rows.max()) + 1, wait=False)
         timing.judged.record()
         # Counted before the draft reads ahead, which is part of the next step.
-        is_cold = self._count_cold()
+        is_cold, is_padded = self._count_unusual()
         self._read_ahead(work.decodes, slots[: len(work.decodes)], proposals, read.findings, timing)
         return DeviceFlight(
             prepared.judged,
@@ -369,13 +371,16 @@ class DeviceExecutor:
             self._finish,
             prepared.longest_context,
             is_cold,
+            is_padded,
         )
 
-    def _count_cold(self) -> bool:
-        """Whether there were cold passes since the last time."""
-        before = self._num_cold
-        self._num_cold = self.passes.num_cold + (self.drafter.passes.num_cold if self.drafter is not None else 0)
-        return self._num_cold > before
+    def _count_unusual(self) -> tuple[bool, bool]:
+        """Whether there were cold passes since the last time, and larger ones than were asked for."""
+        before = self._num_cold, self._num_padded
+        runners = [self.passes] if self.drafter is None else [self.passes, self.drafter.passes]
+        self._num_cold = sum(runner.num_cold for runner in runners)
+        self._num_padded = sum(runner.num_padded for runner in runners)
+        return self._num_cold > before[0], self._num_padded > before[1]
 
     def _read_ahead(
         self,
@@ -398,8 +403,8 @@ class DeviceExecutor:
             return _Variant(False, False, False, 0)
         longest = int(drafted.max())
         # At least so many: kernels, and graphs, for every length up to it would help nobody; less so where it changes.
-        padded = max(16 if in_parts else 4, power_of_2(longest)) if longest else 0
-        return _Variant(*self.table.variant(slots), point_mass, padded)
+        rows = power_of_2(max(longest + 1, 32 if in_parts else 8))
+        return _Variant(*self.table.variant(slots), point_mass, min(rows - 1, LONGEST_DRAFT) if longest else 0)
 
     def _body(self, entry: Pass) -> Generator[None, None, _Read]:
         """Read, and judge what was read."""
@@ -472,6 +477,7 @@ class DeviceExecutor:
             signals[:, len(SIGNALS)] if signals is not None and wish.want_token_probs else None,
             signals[:, : len(SIGNALS)] if signals is not None and wish.want_draft_signals else None,
             is_cold=flight.is_cold,
+            is_padded=flight.is_padded,
             is_resumed=flight.proposals.is_resumed,
         )
 

@@ -259,7 +259,7 @@ class Engine:
             return False
         if work.prefills or last.num_resting <= 0 or len(work.decodes) < len(self.scheduler.running):
             return False
-        if self.scheduler.waiting and len(self.scheduler.running) < self.scheduler.max_num_seqs:
+        if self.scheduler.has_room:
             return False
         for sequence in work.decodes:
             num_tokens = len(sequence.tokens)

@@ -90,6 +90,8 @@ class Landing:
     """[judged, K] as in Proposals; None where they never left the device"""
     is_cold: bool = False
     """a pass ran for the first times: the seconds say nothing of the next step like this"""
+    is_padded: bool = False
+    """a pass was larger than it had to be, for once: neither do they"""
     is_resumed: bool = False
     """the draft began from rest, and may have taken longer than one that follows on another"""
 

@@ -98,10 +98,10 @@ class Planner:
         return LengthPlan(planned, lengths, rows, batch, plan, _spread(plan, rows, len(decodes)), num_resting)
 
     def foresee(self, work: Schedule) -> BatchView | None:
-        """The batch of the next step, where this one ends prompts and nothing else will be read then; None: it is that
-        of this step, for all that is known, or nobody knows."""
+        """The batch of the next step, where this one ends prompts and nothing else will be read then, as long as nobody
+        ends; None: it is that of this step, for all that is known, or nobody knows."""
         joining = [sequence for sequence, chunk in work.prefills if chunk == sequence.num_pending]
-        is_known = self.can_draft and len(joining) == len(work.prefills) and not self.scheduler.waiting
+        is_known = self.can_draft and len(joining) == len(work.prefills) and not self.scheduler.has_room
         if not joining or not is_known:
             return None
         decodes = sorted([*work.decodes, *joining], key=lambda sequence: sequence.arrival)
@@ -141,7 +141,8 @@ class Planner:
         if plan.plan is None:
             return
         rows, verdict = plan.rows, landing.verdict
-        draft_s, verify_s = (0.0, 0.0) if landing.is_cold else (landing.drafting_s, landing.seconds.verify)
+        is_typical = not landing.is_cold and not landing.is_padded
+        draft_s, verify_s = (landing.drafting_s, landing.seconds.verify) if is_typical else (0.0, 0.0)
         klds = verdict.klds if self.needs_klds else np.empty(0)
         probs = np.empty(0) if landing.token_probs is None else landing.token_probs
         signals = np.empty((0, 3)) if landing.draft_signals is None else landing.draft_signals

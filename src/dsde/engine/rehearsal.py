@@ -1,7 +1,7 @@
 """A rehearsal: an engine serves made-up requests before real ones come, and nobody waits for what happens but once.
 
 On a GPU the first passes of a shape are many times as slow as all later ones, since they are captured, and a step whose
-kernels have to be compiled takes up to seconds. So batches of all sizes go through what a policy may ask for: nobody
+kernels have to be compiled takes up to seconds. So batches of many sizes go through what a policy may ask for: nobody
 drafts, or everybody, or a few of many whose drafts have something to read first; drafts go on, or a rule ends them; and
 somebody joins meanwhile.
 Nothing of it is left but shapes. Knows nothing of these, nor of the policy that comes after it but which signals it
@@ -27,7 +27,7 @@ from dsde.engine.metrics import EngineMetrics
 from dsde.engine.planning import Planner
 from dsde.engine.scheduler import blocks_for
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import MOST_GRAPH_TOKENS
+from dsde.models.passes import MOST_GRAPH_TOKENS, bucket
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy
 
 NUM_PROMPT_TOKENS = 4 * BLOCK_SIZE + 1
@@ -66,7 +66,9 @@ ACTS = (
     NOBODY,
     Act(length=16, usual=16),
     Act(length=8, usual=8),
+    Act(length=6, usual=6),
     Act(length=8, usual=4),
+    Act(length=3, usual=3),
     Act(length=4, usual=2),
     Act(length=2, usual=1),
     Act(length=4),
@@ -124,6 +126,10 @@ def rehearse(engine: Engine) -> None:
                 _perform(engine, script, size, params)
             if size < sizes[-1]:
                 _perform_with_company(engine, script, size)
+        # Of all who run some end before others: the rest, in any number, need not draft.
+        between = {bucket(count) for count in range(1, min(max(sizes, default=0), MOST_GRAPH_TOKENS) + 1)}
+        for size in sorted(between.difference(sizes), reverse=True):
+            _perform(engine, script, min(size, sizes[-1]), WAYS[0], ACTS[:1])
 
 
 def _sizes(engine: Engine) -> list[int]:
@@ -160,10 +166,10 @@ def _played(engine: Engine, script: Script) -> Iterator[None]:
                 drafter.foresight = Foresight()  # a script is obeyed to the letter
 
 
-def _perform(engine: Engine, script: Script, size: int, params: SamplingParams) -> None:
+def _perform(engine: Engine, script: Script, size: int, params: SamplingParams, acts: tuple[Act, ...] = ACTS) -> None:
     """Everything that so many requests may do by themselves."""
     sequences = _gather(engine, script, size, params)
-    for act in ACTS if engine.drafter is not None else ACTS[:1]:
+    for act in acts if engine.drafter is not None else acts[:1]:
         if not act.suits(size):
             continue
         # Who has something to read has read it after one step.

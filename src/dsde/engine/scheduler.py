@@ -83,7 +83,7 @@ class Scheduler:
 
     def settle(self, sequence: Sequence) -> None:
         """After a step: give back look-ahead that was not used, and let others share what is full."""
-        self._keep(sequence, 0 if self._is_short else self.num_spare)
+        self._keep(sequence, 0 if self.has_room else self.num_spare)
         if sequence.num_computed // BLOCK_SIZE > sequence.num_registered_blocks:
             self._register(sequence, sequence.num_computed)
         num_draft_full = sequence.num_draft_computed // BLOCK_SIZE
@@ -106,8 +106,8 @@ class Scheduler:
             self._keep(sequence, 0)
 
     @property
-    def _is_short(self) -> bool:
-        """Whether somebody waits for memory."""
+    def has_room(self) -> bool:
+        """Whether somebody waits who could run, if there were memory."""
         return bool(self.waiting) and len(self.running) < self.max_num_seqs
 
     def restart(self) -> None:
@@ -139,7 +139,7 @@ class Scheduler:
                     work.preempted.append(victim)
                     if victim is sequence:
                         return
-                if self.num_spare and not self._is_short:
+                if self.num_spare and not self.has_room:
                     longest = sequence.num_prompt_tokens + sequence.max_tokens
                     wanted = blocks_for(min(num_tokens + self.num_spare, longest)) - len(sequence.block_table)
                     # The others must not have to wait for theirs.

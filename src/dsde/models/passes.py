@@ -41,9 +41,9 @@ MOST_GRAPHS = 512
 """of one model: enough for any traffic that lasts, and a bound to memory for one that never repeats itself"""
 MOST_PADDING = 2
 """times the tokens of a pass, that a larger graph may have which is there already"""
-MOST_PADDED = 128
+MOST_PADDED = 16
 """passes that such a graph does for one of the right size, before that is captured: to do so takes as long as tens of
-passes, and padding is a small part of each"""
+passes, and padding up to a third of each"""
 
 
 @contextmanager
@@ -235,6 +235,8 @@ class PassRunner:
         self.num_captured = 0
         self.num_cold = 0
         """passes that were not replayed although their size has graphs: some ten times as slow as those that are"""
+        self.num_padded = 0
+        """times that a larger shape was handed out than the one asked for"""
         self._shapes: dict[tuple[Any, ...], PassShape] = {}
         """of graphs, by all that they follow from"""
         self._passes: OrderedDict[PassShape, Pass] = OrderedDict()
@@ -267,15 +269,16 @@ class PassRunner:
         pad: Callable[[int], int] | None = None,
         variant: tuple[Any, ...] = (),
     ) -> PassShape:
-        """The bucket for sequences of these lengths, or a larger one that is captured. `num_rows` None: all rows have
-        logits; `pad`: to which size, where sizes are different every time, and padding is cheaper than graphs for all
-        of them."""
+        """The bucket for sequences of these lengths, or where that changes from step to step a larger one that is
+        captured. `num_rows` None: all rows have logits; `pad`: to which size, where sizes are different every time, and
+        padding is cheaper than graphs for all of them."""
         is_graph = may_graph and rows.count <= MOST_GRAPH_TOKENS and self.device.type == "cuda"
         context = context_bucket(int(contexts.max()))
         # A device may be waiting for the pass, and mostly it is like one before. Without a graph lengths matter, too.
         key = (rows.count, rows.longest, len(contexts), num_rows, context, in_parts, pad, variant)
+        changes = rows.longest > 1 or in_parts
         if is_graph and key in self._shapes:
-            return self._at_hand(self._shapes[key])
+            return self._at_hand(self._shapes[key]) if changes else self._shapes[key]
         shape = self._make_shape(rows, len(contexts), num_rows, context, is_graph, in_parts, pad, variant)
         if not is_graph:
             return shape
@@ -283,7 +286,7 @@ class PassRunner:
             self._shapes.clear()
             self._stand_ins.clear()
         self._shapes[key] = shape
-        return self._at_hand(shape)
+        return self._at_hand(shape) if changes else shape
 
     def _is_captured(self, shape: PassShape) -> bool:
         entry = self._passes.get(shape)
@@ -304,6 +307,7 @@ class PassRunner:
         if stand_in.num_passes >= MOST_PADDED:
             return shape
         stand_in.num_passes += 1
+        self.num_padded += 1
         return stand_in.shape
 
     def _make_shape(

@@ -159,10 +159,14 @@ class Auto(Policy):
         """steps that they stand for"""
         self._num_left = 0
         """steps of a rest that ended with a request"""
+        self._num_joined = 0
+        """requests since there was last thought of a plan"""
         self._num_put_off = 0
         """times that no plan was thought of, one after the other, for lack of time"""
         self._is_settled = False
         """whether somebody calls `settle` behind every plan"""
+        self._is_pressed = False
+        """whether there is hardly any time to think, as far as is known"""
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
         self._drafts = False
@@ -188,15 +192,15 @@ class Auto(Policy):
         if num_late > MOST_LATE or is_same or not self._gone.isdisjoint(batch.slots.tolist()):
             self._learn()
         has_missed = self.cost.see(batch)
-        has_met = self._meet(batch)
+        is_new = self._meet(batch)
+        has_met = bool(is_new.any())
         if current is not None and not has_missed and current.fits(batch):
             if self._rests():
                 current.plan.num_resting -= self._num_rested
                 return self._again(current, batch)
             if self._num_put_off and not has_met and self._can_repeat():
                 return self._again(current, batch)
-        num_left, self._num_left = self._num_left, 0
-        if num_left and not has_met and (plan := self._rest_on(batch, num_left)) is not None:
+        if (plan := self._rest_on(batch, is_new) or self._draft_on(batch, is_new)) is not None:
             return plan
         # A look was taken into account when the one behind it was planned, whatever it had to read.
         is_expected = self._next is not None and self._next.is_probing
@@ -205,6 +209,7 @@ class Auto(Policy):
         draft = self._next or self._draft(batch)
         draft.batch = batch
         self._current, self._next = draft, None
+        self._num_left = self._num_joined = 0
         self._count_anew()
         # Whoever only has to know what a step without drafts costs goes on behind it.
         self._drafts = draft.rule is not None or (draft.is_blind and self._drafts)
@@ -238,7 +243,7 @@ class Auto(Policy):
 
     def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
         self._drop_next()  # made for a step that had nobody to plan for
-        self._is_settled = True
+        self._is_settled, self._is_pressed = True, is_pressed
         is_pressed = is_pressed and coming is None and self._can_repeat()
         if is_pressed and self._num_put_off < MOST_REPEATS:
             self._num_put_off += 1
@@ -259,14 +264,13 @@ class Auto(Policy):
         current = self._current
         return current is not None and current.rule is not None and not current.is_doubtful
 
-    def _meet(self, batch: BatchView) -> bool:
-        """Whether somebody is new. What drafting would have saved of others is no reason to read their prompts."""
+    def _meet(self, batch: BatchView) -> BoolArray:
+        """[batch] who is new. What drafting would have saved of others is no reason to read their prompts."""
         is_new = self._lifespan.see(batch.slots)
-        has_met = bool(is_new.any())
-        if self._foregone_s and has_met:
+        if self._foregone_s and is_new.any():
             behind = self.cost.behind(batch.slots)
             self._foregone_s *= 1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0)
-        return has_met
+        return is_new
 
     def _rests(self) -> bool:
         """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
@@ -278,24 +282,72 @@ class Auto(Policy):
         if current is None:
             return False
         num_left = self._num_left or current.plan.num_resting - self._num_rested - 1
-        return num_left > 0 and _who_stays(batch, current.batch) is not None
+        is_new = self._lifespan.is_new(batch.slots)
+        return num_left > 0 and self._places(batch, current.batch, is_new) is not None
 
-    def _rest_on(self, batch: BatchView, num_left: int) -> Plan | None:
-        """The same rest for those who are left of it: requests end in any step, and a device waits for every thought.
-        None: they are others, or so few that what pays is another matter."""
-        assert self._current is not None
-        before = self._current.batch
-        stays = _who_stays(batch, before)
-        if stays is None:
+    def _rest_on(self, batch: BatchView, is_new: BoolArray) -> Plan | None:
+        """The same rest for those who are left of it, and whoever has joined them: requests end and begin in any step,
+        and a device waits for every thought. None: there is none, or they are others, or so few, or so many, that what
+        pays is another matter."""
+        current = self._current
+        if current is None or self.cost.is_guess(batch):
+            return None
+        num_left = self._num_left or current.plan.num_resting - self._num_rested
+        if num_left <= 0 or (places := self._places(batch, current.batch, is_new)) is None:
             return None
         plan = Plan.wanting(0, batch)
-        plan.signals = {name: values[stays] for name, values in self._current.plan.signals.items()}
+        plan.signals = {
+            name: np.where(places >= 0, values[places], np.nan) for name, values in current.plan.signals.items()
+        }
         plan.num_resting = num_left
-        share = batch.num_sequences / before.num_sequences
-        self._current = replace(self._current, batch=batch, plan=plan, foregone_s=share * self._current.foregone_s)
+        share = batch.num_sequences / current.batch.num_sequences
+        self._current = replace(current, batch=batch, plan=plan, foregone_s=share * current.foregone_s)
+        self._num_left = 0
+        self._num_joined += int(np.count_nonzero(is_new))
         self._drop_next()
         self._count_anew()
         return plan
+
+    def _draft_on(self, batch: BatchView, is_new: BoolArray) -> Plan | None:
+        """The same drafts for those who are left of a batch, where there is hardly any time to think of others."""
+        current = self._current
+        if current is None or current.rule is None or not self._is_pressed or not self._can_repeat() or is_new.any():
+            return None
+        places = self._places(batch, current.batch, is_new)
+        if places is None:
+            return None
+        plan, rule = current.plan, current.rule
+        usual = None if rule.usual is None else rule.usual[places]
+        rule = replace(rule, offsets=rule.offsets[places], outlooks=rule.outlooks[places], usual=usual)
+        plan = replace(
+            plan,
+            lengths=np.minimum(plan.lengths[places], batch.rooms),
+            predicted=plan.predicted[places],
+            votes=plan.votes[places],
+            signals={name: values[places] for name, values in plan.signals.items()},
+            stop=rule if current.is_ruled else None,
+        )
+        rate = current.planned_rate * batch.num_sequences / current.batch.num_sequences
+        self._current = replace(current, batch=batch, plan=plan, rule=rule, planned_rate=rate)
+        self._drop_next()
+        self._count_anew()
+        return plan
+
+    def _places(self, batch: BatchView, before: BatchView, is_new: BoolArray) -> IntArray | None:
+        """[batch] where everybody was in the batch before, -1 for who is new; None: not all others were there, those
+        who have joined since it was last thought of a plan are not few, or the batch has become another size."""
+        num_joined = self._num_joined + int(np.count_nonzero(is_new))
+        is_alike = (
+            batch.num_decoding - batch.slots.size == before.num_decoding - before.slots.size
+            and size_of_batch(before.num_sequences) == size_of_batch(batch.num_sequences)
+            and 2 * num_joined <= batch.slots.size
+        )
+        if not is_alike:
+            return None
+        known = {slot: place for place, slot in enumerate(before.slots.tolist())}
+        places = np.array([known.get(slot, -1) for slot in batch.slots.tolist()], dtype=np.int64)
+        places[is_new] = -1  # a slot is given to somebody else
+        return places if (is_new | (places >= 0)).all() else None
 
     def forget(self, slots: IntArray) -> None:
         # A device may be waiting: learning has time until there is somebody new.
@@ -560,19 +612,6 @@ class Auto(Policy):
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:
     """Expected of drafts of these lengths."""
     return float((outlooks * (1 - outlooks**lengths) / (1 - outlooks)).sum())
-
-
-def _who_stays(batch: BatchView, before: BatchView) -> BoolArray | None:
-    """[before] who is still there, if those in the batch are all who are left of another, and about as many."""
-    stays: BoolArray = np.isin(before.slots, batch.slots)
-    num_gone = before.slots.size - batch.slots.size
-    is_left = (
-        np.array_equal(before.slots[stays], batch.slots)
-        and before.num_decoding - batch.num_decoding == num_gone
-        and size_of_batch(before.num_sequences) == size_of_batch(batch.num_sequences)
-        and not batch.num_prompt_tokens
-    )
-    return stays if is_left else None
 
 
 def _has_drafts(outcome: Outcome) -> bool:

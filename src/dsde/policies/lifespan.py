@@ -32,10 +32,15 @@ class Lifespan:
         self._num_ended = 0
         self._sequences = _Sequences(num_emitted=np.zeros(1, np.int64), is_there=np.zeros(1, np.bool_))
 
+    def is_new(self, slots: IntArray) -> BoolArray:
+        """[slots] who has got no tokens yet."""
+        self._sequences.cover(slots)
+        is_new: BoolArray = ~self._sequences.is_there[slots]
+        return is_new
+
     def see(self, slots: IntArray) -> BoolArray:
         """These are about to get tokens; [slots] whether for the first time."""
-        self._sequences.cover(slots)
-        is_new = ~self._sequences.is_there[slots]
+        is_new = self.is_new(slots)
         self._sequences.is_there[slots] = True
         return is_new
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsde.policies import Auto, CostModel, Need, Outcome, Policy
-from dsde.policies.acceptance import HIGHEST, LOWEST, PRIOR_RATE, AcceptanceModel
+from dsde.policies.acceptance import HIGHEST, LOWEST, PRIOR_RATE, PRIOR_WEIGHTS, AcceptanceModel
 from dsde.policies.auto import NUM_TRIED
 from dsde.policies.base import FloatArray, IntArray
 from dsde.policies.cost import StepCost
@@ -39,7 +39,7 @@ class Alone(AcceptanceModel):
 
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
-        self._lessons, self._num_due = [], 0
+        self._lessons, self._num_due, self._weights = [], 0, PRIOR_WEIGHTS.copy()
         self._evidence[:] = 0.0
 
 

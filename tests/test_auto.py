@@ -1255,6 +1255,26 @@ def test_under_pressure_who_is_left_drafts_on(is_pressed: bool, ruled: bool) -> 
     assert policy.num_thoughts == before + 1
 
 
+def test_under_pressure_drafts_that_no_longer_pay_are_stopped() -> None:
+    """What was thought of is used, the batch being the same."""
+    rng = np.random.default_rng(0)
+    policy = Thinking(cost=Known(MEMORY_BOUND))
+    lengths = []
+    for number in range(130):
+        plan = policy.plan(batch(8))
+        policy.settle(is_pressed=number >= 30)
+        drafted = plan.lengths
+        seconds = {"draft_s": 0.8e-3 * int(drafted.max()), "verify_s": 4e-3}
+        accepted = drafted if number < 30 else 0 * drafted
+        seen = outcome(drafted.tolist(), accepted.tolist(), rng.random((int(drafted.sum()), 3)), **seconds)
+        policy.observe(replace(seen, is_ruled=plan.stop is not None))
+        lengths.append(int(drafted.sum()))
+    assert min(lengths[20:30]) == 160
+    assert max(lengths[40:]) < 160
+    assert sum(lengths[80:]) < 50 * 40
+    assert 0 in lengths[30:50]
+
+
 def test_who_rests_or_looks_is_not_repeated_under_pressure() -> None:
     policy, rng = Thinking(), np.random.default_rng(0)
     for _ in range(100):

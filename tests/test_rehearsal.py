@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ import torch
 pytest.importorskip("triton")
 
 from dsde import SamplingParams
+from dsde.core.sequence import Sequence
+from dsde.engine import rehearsal
 from dsde.engine.block_pool import ROOT
 from dsde.engine.engine import Engine
 from dsde.engine.metrics import EngineMetrics
-from dsde.engine.rehearsal import rehearse
+from dsde.engine.rehearsal import ACTS, Act, Script, rehearse
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy
 from test_device_engine import GREEDY, Way, model, random_prompt, tokens_of, way
 from tiny import complete, make_engine
@@ -66,7 +69,9 @@ def test_texts_are_as_without(way: Way, draft: str, policy: str, params: Samplin
 def test_nothing_else_is_left(way: Way) -> None:
     engine = way.engine("close", "auto", max_num_seqs=4)
     policy, planner, num_blocks = engine.policy, engine.planner, engine.scheduler.pool.num_free
+    engine.num_calm = 7
     rehearse(engine)
+    assert engine.num_calm == 7
     assert engine.policy is policy
     assert engine.planner is planner
     assert planner.metrics is engine.metrics
@@ -101,6 +106,63 @@ def test_hardly_any_step_is_slow_whatever_is_drafted(way: Way) -> None:
     assert {True, False} == set(policy.was_timed)
     expected = tokens_of(complete(way.engine("close", "off", max_num_seqs=8), prompts(8), GREEDY))
     assert tokens_of(complete(engine, prompts(8), GREEDY)) == expected
+
+
+def test_nobody_is_missing(way: Way) -> None:
+    """In any act, also where every draft stands, and requests are over soon."""
+    engine = way.engine("target", "auto", max_num_seqs=4)
+    present: dict[tuple[Act, int], int] = {}
+    plan, gather, size = Script.plan, rehearsal._gather, 0
+
+    def plan_and_count(script: Script, batch: BatchView) -> Plan:
+        if not batch.num_prompt_tokens:
+            key = script.act, size
+            present[key] = min(present.get(key, size), batch.num_sequences)
+        return plan(script, batch)
+
+    def gather_so_many(engine: Engine, script: Script, number: int, params: SamplingParams) -> list[Sequence]:
+        nonlocal size
+        size = number
+        return gather(engine, script, number, params)
+
+    way.monkeypatch.setattr(Script, "plan", plan_and_count)
+    way.monkeypatch.setattr(rehearsal, "_gather", gather_so_many)
+    rehearse(engine)
+    acts = {act for act, _ in present}
+    assert acts >= set(ACTS)
+    assert all(number == wanted for (act, wanted), number in present.items() if act in ACTS[1:] and wanted in (1, 2, 4))
+
+
+class Resting(Policy):
+    """Drafts two tokens twice, then rests for long."""
+
+    needs = Need.DRAFT_SIGNALS
+
+    def __init__(self) -> None:
+        self.num_plans = 0
+        self.was_timed: list[bool] = []
+        """of steps without drafts"""
+
+    def plan(self, batch: BatchView) -> Plan:
+        self.num_plans += 1
+        rests = self.num_plans % 3 == 0
+        return replace(Plan.wanting(0 if rests else 2, batch), num_resting=20 * rests)
+
+    def observe(self, outcome: Outcome) -> None:
+        if not outcome.drafted.any():
+            self.was_timed.append(outcome.verify_s > 0)
+
+
+def test_what_a_rest_takes_is_told_whatever_was_read_ahead_before_it(way: Way) -> None:
+    if way.name == "plain":
+        pytest.skip("without graphs nothing is padded")
+    policy = Resting()
+    engine = way.engine("close", policy, max_num_seqs=8)
+    rehearse(engine)
+    complete(engine, prompts(3), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+    assert engine.executor.drafter.passes.num_padded, "three read ahead by the graph of four"  # type: ignore[attr-defined]
+    assert len(policy.was_timed) > 100
+    assert all(policy.was_timed)
 
 
 def test_a_short_context_is_no_obstacle(way: Way) -> None:

@@ -172,8 +172,10 @@ class DeviceExecutor:
         self._answers: dict[tuple[int, int], list[Answer]] = {}
         self._num_moves = 0
         """as often as that the draft store had moved when graphs were last captured"""
-        self._num_cold = self._num_padded = 0
+        self._num_cold = 0
         """passes, of those up to the end of the last step's verification"""
+        self._num_padded = [0] if self.drafter is None else [0, 0]
+        """likewise, of the target and of the draft"""
 
     def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
         sequences = [*work.decodes, *(s for s, _ in work.prefills)] if work.prefills else work.decodes
@@ -219,6 +221,7 @@ class DeviceExecutor:
             timing=timing,
             longest_context=longest,
             is_cold=False,
+            is_padded=False,
             is_followed=False,
         )
 
@@ -356,7 +359,7 @@ class DeviceExecutor:
             proposals.signals = self.drafts.fetch_signals(int(proposals.rows.max()) + 1, wait=False)
         timing.judged.record()
         # Counted before the draft reads ahead, which is part of the next step.
-        is_cold, is_padded = self._count_unusual()
+        is_cold, is_padded = self._count_unusual(has_drafts=proposals.num_passes > 0)
         self._read_ahead(work.decodes, slots[: len(work.decodes)], proposals, read.findings, timing)
         return DeviceFlight(
             prepared.judged,
@@ -374,13 +377,15 @@ class DeviceExecutor:
             is_padded,
         )
 
-    def _count_unusual(self) -> tuple[bool, bool]:
-        """Whether there were cold passes since the last time, and larger ones than were asked for."""
-        before = self._num_cold, self._num_padded
+    def _count_unusual(self, has_drafts: bool) -> tuple[bool, bool]:
+        """Whether there were cold passes since the last time, and larger ones than were asked for. A draft that read
+        ahead in vain is part of no step."""
+        cold, padded = self._num_cold, self._num_padded
         runners = [self.passes] if self.drafter is None else [self.passes, self.drafter.passes]
         self._num_cold = sum(runner.num_cold for runner in runners)
-        self._num_padded = sum(runner.num_padded for runner in runners)
-        return self._num_cold > before[0], self._num_padded > before[1]
+        self._num_padded = [runner.num_padded for runner in runners]
+        added = [now > before for now, before in zip(self._num_padded, padded, strict=True)]
+        return self._num_cold > cold, any(added if has_drafts else added[:1])
 
     def _read_ahead(
         self,

@@ -139,7 +139,7 @@ class Engine:
         """steps under way, the next to land first"""
         self._unreported: deque[_Emission] = deque()
         """outlives a step that fails after these were committed"""
-        self._num_calm = _NUM_CALM
+        self.num_calm = _NUM_CALM
         """steps with drafts since the device last waited for the host before one"""
         self._num_traced = 0
         """unfinished requests that want a trace"""
@@ -248,7 +248,7 @@ class Engine:
         """A step, when nothing is under way; while it is, the policy has time to think."""
         self._flights.append(self._launch())
         if self.executor.is_asynchronous:
-            self.policy.settle(self.planner.foresee(self._flights[-1].work), self._num_calm < _NUM_CALM)
+            self.policy.settle(self.planner.foresee(self._flights[-1].work), self.num_calm < _NUM_CALM)
 
     def _can_follow(self) -> bool:
         """Whether the step after those under way is certain: nobody drafts, joins, may end for its length, lacks memory
@@ -316,7 +316,7 @@ class Engine:
             self.metrics.last_cap = step.plan.plan.cap
         if landing.num_draft_passes and not landing.is_cold and not landing.is_resumed:
             has_waited = seconds.idle > _PRESSED * (seconds.draft + seconds.verify)
-            self._num_calm = 0 if has_waited else self._num_calm + 1
+            self.num_calm = 0 if has_waited else self.num_calm + 1
         self.metrics.num_draft_passes += landing.num_draft_passes
         self.metrics.num_cold_steps += landing.is_cold
         self.metrics.plan_s += times[1] - times[0]

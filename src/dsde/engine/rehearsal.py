@@ -144,6 +144,7 @@ def _sizes(engine: Engine) -> list[int]:
 def _played(engine: Engine, script: Script) -> Iterator[None]:
     """The script instead of the policy; nothing is counted, and nothing stays in the prefix cache."""
     policy, planner, metrics, intake = engine.policy, engine.planner, engine.metrics, engine.intake
+    num_calm = engine.num_calm
     # A copy counts these requests, by whose numbers others are sampled that bring no seed.
     engine.policy, engine.metrics, engine.intake = script, EngineMetrics(), copy(intake)
     engine.planner = Planner(script, engine.scheduler, engine.drafter, engine.metrics)
@@ -161,6 +162,7 @@ def _played(engine: Engine, script: Script) -> Iterator[None]:
             _disperse(engine)  # lands what is under way
         finally:
             engine.policy, engine.planner, engine.metrics, engine.intake = policy, planner, metrics, intake
+            engine.num_calm = num_calm
             engine.scheduler.pool.forget_all()
             if drafter is not None:
                 drafter.foresight = Foresight()  # a script is obeyed to the letter
@@ -172,6 +174,9 @@ def _perform(engine: Engine, script: Script, size: int, params: SamplingParams, 
     for act in acts if engine.drafter is not None else acts[:1]:
         if not act.suits(size):
             continue
+        if min(sequence.num_left for sequence in sequences) <= 2 * NUM_STEPS * (1 + act.length):
+            _disperse(engine)  # before they end, one by one
+            sequences = _gather(engine, script, size, params)
         # Who has something to read has read it after one step.
         num_times, num_steps = (1, NUM_STEPS) if act.num_missed == 1 else (NUM_STEPS, 1)
         for _ in range(num_times):

@@ -309,9 +309,12 @@ class Auto(Policy):
         return plan
 
     def _draft_on(self, batch: BatchView, is_new: BoolArray) -> Plan | None:
-        """The same drafts for those who are left of a batch, where there is hardly any time to think of others."""
+        """The same drafts for those who are left of a batch when somebody ends, where there is hardly any time to think
+        of others."""
         current = self._current
         if current is None or current.rule is None or not self._is_pressed or not self._can_repeat() or is_new.any():
+            return None
+        if batch.slots.size >= current.batch.slots.size:  # nobody has, and there is a plan for them, or time for one
             return None
         places = self._places(batch, current.batch, is_new)
         if places is None:

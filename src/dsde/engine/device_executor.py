@@ -221,7 +221,6 @@ class DeviceExecutor:
             timing=timing,
             longest_context=longest,
             is_cold=False,
-            is_padded=False,
             is_followed=False,
         )
 

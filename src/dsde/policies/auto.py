@@ -39,7 +39,7 @@ CLEAR_GAIN = 1.5
 """times as fast as without drafts, that needs no second measurement of these"""
 URGENCY = 10.0
 """how much more of the time goes into probes that drafting would save, as it seems: a tenth of it"""
-PATIENCE = 3
+PATIENCE = 8
 """drafts that were planned although they do not seem to pay, before everybody stops: what one step took may be an
 accident, and whoever begins again has to read what the draft missed"""
 LEAST_GAIN = 0.03

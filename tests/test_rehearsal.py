@@ -49,6 +49,15 @@ def prompts(count: int) -> list[list[int]]:
     return [random_prompt(rng, 10, 40) for _ in range(count)]
 
 
+def rehearsed_graphs(way: Way, policy: Policy) -> Engine:
+    """An engine that has rehearsed, where there are graphs."""
+    if way.name == "plain":
+        pytest.skip("without graphs no pass is slower or larger than another")
+    engine = way.engine("close", policy, max_num_seqs=8)
+    rehearse(engine)
+    return engine
+
+
 def num_cold(engine: Engine, count: int, params: SamplingParams) -> int:
     """Slow steps of so many requests."""
     before = engine.metrics.num_cold_steps
@@ -97,11 +106,8 @@ def test_fewer_steps_are_slow_afterwards(way: Way, count: int) -> None:
 
 def test_hardly_any_step_is_slow_whatever_is_drafted(way: Way) -> None:
     """Larger graphs do for what was not rehearsed, but nobody is told what these take; texts are the same."""
-    if way.name == "plain":
-        pytest.skip("without graphs no pass is slower than another")
     policy = Ragged()
-    engine = way.engine("close", policy, max_num_seqs=8)
-    rehearse(engine)
+    engine = rehearsed_graphs(way, policy)
     assert num_cold(engine, 8, GREEDY) == 0
     assert {True, False} == set(policy.was_timed)
     expected = tokens_of(complete(way.engine("close", "off", max_num_seqs=8), prompts(8), GREEDY))
@@ -154,11 +160,8 @@ class Resting(Policy):
 
 
 def test_what_a_rest_takes_is_told_whatever_was_read_ahead_before_it(way: Way) -> None:
-    if way.name == "plain":
-        pytest.skip("without graphs nothing is padded")
     policy = Resting()
-    engine = way.engine("close", policy, max_num_seqs=8)
-    rehearse(engine)
+    engine = rehearsed_graphs(way, policy)
     complete(engine, prompts(3), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
     assert engine.executor.drafter.passes.num_padded, "three read ahead by the graph of four"  # type: ignore[attr-defined]
     assert len(policy.was_timed) > 100

@@ -85,8 +85,6 @@ class DeviceDrafter:
         """whether somebody has wanted signals before: those of first tokens must be there before anybody asks"""
         self._ahead_is_watched = False
         self.referee = Referee(max_num_seqs, drafts.tokens.device)
-        self._ruling: tuple[Stop, Ruling] | None = None
-        """the newest"""
         self.foresight = Foresight()
         self._unheard: _Unheard | None = None
         self._num_omitted = 0
@@ -111,7 +109,7 @@ class DeviceDrafter:
         The `successor` is prepared while the device works, and begun as soon as the host hears that the drafts are
         over: the device would wait for all that the host does in between. `watched` drafts have signals in the store.
         """
-        ruling = None if stop is None else self._rule(stop)
+        ruling = None if stop is None else Ruling(stop)
         task = _Task(begin, ruling, watched or ruling is not None, successor or NoSuccessor())
         self._watches = self._watches or task.watched
         ahead = self._take_ahead(sequences, lengths, task.watched)
@@ -138,12 +136,6 @@ class DeviceDrafter:
         proposals.is_resumed = len(share.order) > 0 and int(ahead.max(initial=-1)) < 0
         proposals.num_passes = draft.depth + 1 if len(share.order) or draft.num_rows else 0
         return proposals
-
-    def _rule(self, stop: Stop) -> Ruling:
-        """Often that of the step before."""
-        if self._ruling is None or self._ruling[0] is not stop:
-            self._ruling = stop, Ruling(stop)
-        return self._ruling[1]
 
     def _go_on(self, draft: GrowingDraft, batch: _Batch, task: _Task) -> None:
         """The passes after the first."""

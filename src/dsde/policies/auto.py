@@ -290,7 +290,7 @@ class Auto(Policy):
         and a device waits for every thought. None: there is none, or they are others, or so few, or so many, that what
         pays is another matter."""
         current = self._current
-        if current is None or self.cost.is_guess(batch):
+        if current is None:
             return None
         num_left = self._num_left or current.plan.num_resting - self._num_rested
         if num_left <= 0 or (places := self._places(batch, current.batch, is_new)) is None:

@@ -14,15 +14,8 @@ import pytest
 import torch
 
 from dsde.models.batch import Heads
-from dsde.models.kernels import attention
-from dsde.models.passes import (
+from dsde.models.buckets import (
     MOST_GRAPH_TOKENS,
-    MOST_PADDED,
-    MOST_PADDING,
-    Pass,
-    PassRunner,
-    PassShape,
-    RaggedRows,
     bucket,
     coarse_bucket,
     context_bucket,
@@ -30,6 +23,8 @@ from dsde.models.passes import (
     ragged_bucket,
     reading_bucket,
 )
+from dsde.models.kernels import attention
+from dsde.models.passes import MOST_PADDED, MOST_PADDING, Pass, PassRunner, PassShape, RaggedRows
 
 SHAPE = PassShape(1, 1, 1, True, 8, 1, 1, 1, is_graph=True)
 

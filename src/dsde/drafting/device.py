@@ -27,16 +27,8 @@ from dsde.drafting.referee import Call, Referee
 from dsde.drafting.ruling import FIRST, RULING_FIELDS, Decision, Ruling, ruling_sizes
 from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import (
-    Pass,
-    PassRunner,
-    PassShape,
-    RaggedRows,
-    coarse_bucket,
-    power_of_2,
-    ragged_rows,
-    reading_bucket,
-)
+from dsde.models.buckets import coarse_bucket, power_of_2, reading_bucket
+from dsde.models.passes import Pass, PassRunner, PassShape, RaggedRows, ragged_rows
 from dsde.sampling.draw_mode import DrawMode
 from dsde.sampling.kernels import Draws, sample_drafts
 

@@ -15,7 +15,7 @@ from dsde.device.staging import Layout, Sheet
 from dsde.drafting.draft_store import GrowingDraft, IntArray
 from dsde.drafting.kernels import decide
 from dsde.drafting.ruling import Arrays, Ruling, ruling_sizes
-from dsde.models.passes import power_of_2
+from dsde.models.buckets import power_of_2
 
 
 class Call(NamedTuple):

@@ -32,7 +32,8 @@ from dsde.engine.executor import DraftWish, Flight, HostExecutor, Landing, judge
 from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import MOST_GRAPH_TOKENS, Pass, PassRunner, PassShape, power_of_2, ragged_rows
+from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2
+from dsde.models.passes import Pass, PassRunner, PassShape, ragged_rows
 from dsde.verification import Verdict
 from dsde.verification.kernels import Findings, Judgement, judge
 from dsde.verification.synthetic import table

@@ -27,7 +27,7 @@ from dsde.engine.metrics import EngineMetrics
 from dsde.engine.planning import Planner
 from dsde.engine.scheduler import blocks_for
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.passes import MOST_GRAPH_TOKENS, bucket
+from dsde.models.buckets import MOST_GRAPH_TOKENS, bucket
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy
 
 NUM_PROMPT_TOKENS = 4 * BLOCK_SIZE + 1

@@ -11,7 +11,6 @@ the caller's body.
 from __future__ import annotations
 
 import gc
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from dsde.device.staging import Layout, Sheet
 from dsde.models.batch import BLOCK_SIZE, Heads, PackedBatch
+from dsde.models.buckets import MOST_GRAPH_TOKENS, bucket, context_bucket, power_of_2, ragged_bucket
 from dsde.models.kernels import attention
 
 IntArray = NDArray[np.int64]
@@ -33,8 +33,6 @@ IntArray = NDArray[np.int64]
 _BLOCK_BITS = BLOCK_SIZE.bit_length() - 1
 _IN_BLOCK = BLOCK_SIZE - 1
 
-MOST_GRAPH_TOKENS = 1024
-"""Beyond it a pass computes longer than its launches take."""
 _MOST_SHAPES = 8192
 """that need not be worked out again"""
 MOST_GRAPHS = 512
@@ -56,59 +54,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_collecting:
             gc.enable()
-
-
-def _buckets() -> list[int]:
-    """Few up to 16, where rows cost next to nothing, then four from one power of two to the next: a fifth of padding at
-    most. Every size that is met costs two slow passes, the first and the one that is captured."""
-    sizes = [1, 2, 3, 4, 6, 8, 12, 16]
-    while sizes[-1] < MOST_GRAPH_TOKENS:
-        sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 3)))
-    return sizes
-
-
-_BUCKETS = _buckets()
-_LEAST_COARSE, _MOST_COARSE = 8, 64
-"""Up to the least every row more is noticed, beyond the most padding is; between them a product's tiles are coarse."""
-
-
-def bucket(count: int) -> int:
-    """The size that `count`, at most MOST_GRAPH_TOKENS, is padded to."""
-    return _BUCKETS[bisect_left(_BUCKETS, count)]
-
-
-def ragged_bucket(count: int) -> int:
-    """The same for sequences of different lengths, whose sum changes with every step: powers of two in the middle, up
-    to twice what is needed, as every new size costs two slow passes."""
-    return power_of_2(count) if _LEAST_COARSE < count <= _MOST_COARSE else bucket(count)
-
-
-def coarse_bucket(count: int) -> int:
-    """Powers of two, and one between each two of them from 8 on."""
-    most = power_of_2(count)
-    between = most - (most >> 2)
-    return between if count <= between and most > _LEAST_COARSE else most
-
-
-def reading_bucket(count: int) -> int:
-    """For what is read now and then, and is never the same: powers of four, and of two where a pass over so many tokens
-    takes as much longer as it is padded."""
-    size = power_of_2(count)
-    return size if size > 256 or size.bit_length() % 2 else 2 * size
-
-
-def context_bucket(num_tokens: int) -> int:
-    """Tokens that a pass has room for in every sequence's block table. A context that outgrows it meets nothing but new
-    shapes, so there are few; but long tables take time to copy."""
-    room = 128 * BLOCK_SIZE
-    while room < num_tokens:
-        room *= 4 if room < 512 * BLOCK_SIZE else 2
-    return room
-
-
-def power_of_2(count: int) -> int:
-    """The next one, at least `count`: the most that sequences are padded to."""
-    return 1 << (count - 1).bit_length()
 
 
 class RaggedRows:

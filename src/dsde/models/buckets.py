@@ -1,4 +1,4 @@
-"""Sizes that passes on a device are padded to, so that few graphs serve all of them. Knows nothing of what a pass does."""
+"""Sizes that passes on a device are padded to, so that few graphs serve all. Knows nothing of what a pass does."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ from oracle import Clairvoyant, Follower, Oracle
 FOLDER = Path(__file__).parent
 TRACE = FOLDER / "traces" / "qwen2.5_coder_1.5b_0.5b.json"
 STATIC = [f"static:{length}" for length in range(1, 11)]
-RIVALS = ["goodput:per=sequence", "nightjar", "svip", "adaedl", "dsde"]
-"""without tapout, whose arms look at the drafted tokens' own probabilities: a simulation knows none"""
+RIVALS = ["goodput:per=sequence", "nightjar", "tapout", "svip", "adaedl", "dsde"]
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STREAMS = {
     **{f"{rate}": f"iid:{rate}" for rate in (0.3, 0.6, 0.8, 0.9, 0.95)},

@@ -290,21 +290,34 @@ def test_a_rule_that_stops_drafts() -> None:
         simulate(Stopping(6, StopAfter, 1.0), replace(requests, entropies=None), FLAT)
 
 
-def test_what_a_simulation_does_not_know_is_refused() -> None:
-    class Curious(Static):
+def test_the_likeliest_token_is_taken_for_the_one_drawn() -> None:
+    class Unlikely(Static):
         needs = Need.TOKEN_PROB
 
-    class Unlikely(Static):
+        def __init__(self, signal: TokenSignal, threshold: float) -> None:
+            super().__init__(6)
+            self.signal, self.threshold = signal, threshold
+            self.seen: list[list[float]] = []
+
         def plan(self, batch: BatchView) -> Plan:
             plan = super().plan(batch)
-            plan.stop = StopAfter(TokenSignal.TOTAL_LOG_PROB, np.zeros(batch.slots.size), False)
+            plan.stop = StopAfter(self.signal, np.full(batch.slots.size, self.threshold), stops_above=False)
             return plan
 
-    requests = Iid(0.8).draw(2, 10, seed=0)
-    with pytest.raises(InvalidInput, match="probabilities of drafted tokens"):
-        simulate(Curious(2), requests, FLAT, 1)
-    with pytest.raises(InvalidInput, match="knows no tokens; this policy needs total_log_prob"):
-        simulate(Unlikely(2), requests, FLAT, 1)
+        def observe(self, outcome: Outcome) -> None:
+            self.seen.append(outcome.token_probs.tolist())
+
+    probs = [0.9, 0.8, 0.3, 0.9, 0.9, 0.6, 0.9, 0.9, 0.9, 0.9]
+    requests = replace(
+        Iid(1.0).draw(1, len(probs), seed=0), entropies=np.ones((1, len(probs))), top_probs=np.array([probs])
+    )
+    by_token = Unlikely(TokenSignal.TOKEN_PROB, 0.5)
+    simulate(by_token, requests, FLAT)
+    # Behind 0.3 it stops, then drafts the five that are left but for the last; the token between is the target's.
+    assert by_token.seen == [[0.9, 0.8, 0.3], [0.9, 0.6, 0.9, 0.9, 0.9]]
+    by_draft = Unlikely(TokenSignal.TOTAL_LOG_PROB, np.log(0.5))
+    simulate(by_draft, requests, FLAT)
+    assert by_draft.seen == [[0.9, 0.8, 0.3], [0.9, 0.6, 0.9], [0.9]]
 
 
 # Streams

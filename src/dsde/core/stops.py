@@ -35,6 +35,8 @@ SIGNALS = tuple(Signal)
 
 LEAST_TOP_PROB, MOST_TOP_PROB = 0.05, 0.999
 """beyond which a draft is as unsure, or as sure, as can be told apart"""
+SMALLEST_PROB = 1e-30
+"""of a token, where its logarithm is taken"""
 
 
 def make_looks(signals: FloatArray) -> FloatArray:

@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dsde.core.stops import LEAST_TOP_PROB, MOST_TOP_PROB
+from dsde.core.stops import LEAST_TOP_PROB, MOST_TOP_PROB, SMALLEST_PROB
 from dsde.device.launch import programmatic_launch
 from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
-from dsde.drafting.watch import SMALLEST_PROB
 from dsde.models.batch import BLOCK_SIZE
 from dsde.sampling.kernels import MATCH
 

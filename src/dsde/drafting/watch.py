@@ -9,15 +9,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsde.core.stops import SIGNALS, Signal, Stop, StopAfter, StopBefore, StopByWorth, TokenSignal, is_beyond
+from dsde.core.stops import (
+    SIGNALS,
+    SMALLEST_PROB,
+    Signal,
+    Stop,
+    StopAfter,
+    StopBefore,
+    StopByWorth,
+    TokenSignal,
+    is_beyond,
+)
 from dsde.drafting.signals import SURE, measure, measure_all, token_probs
 
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-
-SMALLEST_PROB = 1e-30
-"""of a token, where its logarithm is taken"""
 
 
 class Watch:

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from dsde.core.errors import InvalidInput
+from dsde.core.stops import SIGNALS, Signal
 from dsde.policies.base import BoolArray, FloatArray, IntArray
 
 MOST_POSITIONS = 20_000_000
@@ -58,6 +59,12 @@ class Requests:
         top_probs = np.exp(-self.entropies) if self.top_probs is None else self.top_probs
         margins = np.maximum(2 * top_probs - 1, 0.0) if self.margins is None else self.margins
         return np.stack((self.entropies, top_probs, margins), axis=-1)
+
+    @property
+    def token_probs(self) -> FloatArray:
+        """[request, position] what the draft gives the token it drafts: the likeliest, as at temperature 0."""
+        probs: FloatArray = self.draft_signals[..., SIGNALS.index(Signal.TOP_PROB)]
+        return probs
 
 
 class Stream(Protocol):

@@ -89,8 +89,6 @@ def simulate(
     """
     if batch_size is not None and not 1 <= batch_size <= requests.size:
         raise InvalidInput(f"batch size must be from 1 to the number of requests, {requests.size}, not {batch_size}")
-    if policy.needs & Need.TOKEN_PROB:
-        raise InvalidInput("this policy needs the probabilities of drafted tokens, which a simulation does not know")
     simulator = _Simulator(policy, requests, costs, batch_size, prompts, unread, tpot_s)
     while simulator.result.num_requests < requests.size:
         simulator.step()
@@ -180,6 +178,7 @@ class _Simulator:
             klds=self._klds(rows, positions, drafted) if self.policy.needs & Need.KLD else np.empty(0),
             temperatures=batch.temperatures,
             draft_signals=self._draft_signals(rows, positions, drafted),
+            token_probs=self._token_probs(rows, positions, drafted),
             draft_s=self.costs.draft_s(passes, num_missed, plan.stop is not None),
             verify_s=float(self.costs.verify_s(batch.num_decoding, num_packed)),
             num_decoding=batch.num_decoding,
@@ -204,6 +203,12 @@ class _Simulator:
             return np.empty((0, 3))
         signals: FloatArray = self.requests.draft_signals[self._places(rows, positions, drafted)]
         return signals
+
+    def _token_probs(self, rows: IntArray, positions: IntArray, drafted: IntArray) -> FloatArray:
+        if not self.policy.needs & Need.TOKEN_PROB:
+            return np.empty(0)
+        probs: FloatArray = self.requests.token_probs[self._places(rows, positions, drafted)]
+        return probs
 
     def _confidences(self, signal: Signal, rows: IntArray, positions: IntArray, longest: int) -> FloatArray:
         """[batch, longest] of the positions ahead; beyond the end of a request they mean nothing."""

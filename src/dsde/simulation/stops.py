@@ -1,12 +1,24 @@
-"""Rules of a policy that end drafts early, on what a simulation knows of the draft: signals of its distribution."""
+"""Rules of a policy that end drafts early, on what a simulation knows of the draft: signals of its distribution.
+
+Of the token that a draft drew it is known that it is the likeliest one, which is so at temperature 0; above it that is
+what a simulation takes for it.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from dsde.core.errors import InvalidInput
-from dsde.core.stops import SIGNALS, Signal, Stop, StopBefore, StopByWorth, is_beyond
-from dsde.policies.base import IntArray
+from dsde.core.stops import (
+    SIGNALS,
+    SMALLEST_PROB,
+    Signal,
+    Stop,
+    StopBefore,
+    StopByWorth,
+    TokenSignal,
+    is_beyond,
+)
+from dsde.policies.base import FloatArray, IntArray
 from dsde.simulation.requests import Requests
 
 
@@ -19,16 +31,22 @@ def stop_drafts(
         return wanted, wanted
     if isinstance(stop, StopByWorth):
         return _stop_by_worth(stop, requests, rows, positions, wanted)
-    if not isinstance(stop.signal, Signal):
-        raise InvalidInput(f"a simulation knows no tokens; this policy needs {stop.signal.value}")
-    values = requests.draft_signals[..., SIGNALS.index(stop.signal)]
-    places = np.minimum(positions[:, None] + depths, values.shape[1] - 1)
-    ends = is_beyond(stop, np.arange(wanted.size)[:, None], values[rows[:, None], places])
+    places = np.minimum(positions[:, None] + depths, requests.agreed.shape[1] - 1)
+    ends = is_beyond(stop, np.arange(wanted.size)[:, None], _values(stop.signal, requests, rows[:, None], places))
     ends &= depths < wanted[:, None]
     if isinstance(stop, StopBefore):
         ends &= depths >= stop.first_depth
     passes = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, wanted)
     return (passes - ends.any(axis=1) if isinstance(stop, StopBefore) else passes), passes
+
+
+def _values(signal: Signal | TokenSignal, requests: Requests, rows: IntArray, places: IntArray) -> FloatArray:
+    """[sequences, depths] of the drafts that begin at the first of these places."""
+    if isinstance(signal, Signal):
+        found: FloatArray = requests.draft_signals[rows, places, SIGNALS.index(signal)]
+        return found
+    probs: FloatArray = requests.token_probs[rows, places]
+    return probs if signal is TokenSignal.TOKEN_PROB else np.log(np.maximum(probs, SMALLEST_PROB)).cumsum(axis=1)
 
 
 def _stop_by_worth(

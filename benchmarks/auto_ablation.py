@@ -9,7 +9,7 @@ import numpy as np
 
 from dsde.policies import Auto, CostModel, Need, Outcome, Policy
 from dsde.policies.acceptance import HIGHEST, LOWEST, PRIOR_RATE, PRIOR_WEIGHTS, AcceptanceModel
-from dsde.policies.auto import NUM_TRIED
+from dsde.policies.advisor import NUM_TRIED
 from dsde.policies.base import FloatArray, IntArray
 from dsde.policies.cost import StepCost
 from dsde.policies.slots import SlotTable
@@ -20,7 +20,7 @@ class Blindfolded(Auto):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sight.is_worth_it = self._sight.is_try = lambda *_: False  # type: ignore[method-assign]
+        self.advisor.sight.is_worth_it = self.advisor.sight.is_try = lambda *_: False  # type: ignore[method-assign]
 
 
 class Amnesiac(AcceptanceModel):
@@ -104,7 +104,7 @@ class Divergent(AcceptanceModel):
 def with_model(model: Callable[[], AcceptanceModel]) -> Callable[[], Policy]:
     def make() -> Policy:
         policy = Auto()
-        policy.acceptance = model()
+        policy.advisor.acceptance = model()
         if model is Divergent:
             policy.needs = policy.needs | Need.KLD
         return policy

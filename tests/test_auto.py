@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,10 @@ import pytest
 from dsde.core.stops import StopByWorth, make_looks
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
-from dsde.policies.auto import LEAST_GAIN, LEAST_HOPE, MOST_REPEATS, _Choice, _told_together
+from dsde.policies.advice import Advice
+from dsde.policies.advisor import LEAST_HOPE
+from dsde.policies.auto import MOST_REPEATS, _told_together
+from dsde.policies.choice import Choice
 from dsde.policies.steadiness import Steadiness
 from dsde.simulation import Costs, Line, Requests, make_stream, simulate
 from dsde.simulation.measured import MeasuredCosts
@@ -175,7 +177,7 @@ def rate_of(lengths: np.ndarray, outlooks: np.ndarray, costs: Costs) -> float:
 @pytest.mark.parametrize("seed", range(4))
 def test_lengths_are_nearly_the_best_of_all(costs: Costs, seed: int) -> None:
     outlooks = np.random.default_rng(seed).uniform(0.2, 0.97, 3)
-    choice = Auto(max=6, cost=Known(costs))._choose(batch(3), outlooks, 0.0)
+    choice = Auto(max=6, cost=Known(costs)).advisor._choose(batch(3), outlooks, 0.0)
     best = max(rate_of(np.array(lengths), outlooks, costs) for lengths in product(range(7), repeat=3))
     assert choice.rate == pytest.approx(rate_of(choice.lengths, outlooks, costs), rel=0.03)
     assert rate_of(choice.lengths, outlooks, costs) > 0.99 * best
@@ -242,11 +244,11 @@ def test_one_length_where_the_engine_favours_it() -> None:
         assert len(set(lengths.tolist())) == 1
         drafted = lengths.tolist()
         policy.observe(outcome(drafted, [drafted[0], drafted[1], 0, 0], np.full((sum(drafted), 3), 0.5)))
-    outlooks, _ = policy.acceptance.outlooks(np.arange(4))
+    outlooks, _ = policy.advisor.acceptance.outlooks(np.arange(4))
     assert outlooks[:2].min() > outlooks[2:].max() + 0.2
-    assert len(set(policy._choose(batch(4), outlooks, 0.0).lengths.tolist())) > 1
+    assert len(set(policy.advisor._choose(batch(4), outlooks, 0.0).lengths.tolist())) > 1
     view.favours_one_length = True
-    chosen = policy._choose(view, outlooks, 0.0)
+    chosen = policy.advisor._choose(view, outlooks, 0.0)
     rates = {
         length: (4 + sum(float((p ** np.arange(1, length + 1)).sum()) for p in outlooks))
         / (length * float(policy.cost.draft_s(4)) + float(policy.cost.verify_s(4 + 4 * length)))
@@ -336,11 +338,16 @@ def test_a_plan_made_for_others_is_not_used() -> None:
 class Thinking(Auto):
     """Counts how often it thinks of a plan."""
 
-    num_thoughts = 0
+    def __init__(self, cost: CostModel | None = None) -> None:
+        super().__init__(cost=cost)
+        self.num_thoughts = 0
+        think = self.advisor.advise
 
-    def _draft(self, batch: BatchView) -> Any:
-        self.num_thoughts += 1
-        return super()._draft(batch)
+        def counted(batch: BatchView) -> Advice:
+            self.num_thoughts += 1
+            return think(batch)
+
+        self.advisor.advise = counted  # type: ignore[method-assign]
 
 
 def test_what_follows_on_a_rest_is_thought_of_before_its_end() -> None:
@@ -548,19 +555,11 @@ def test_how_long_requests_last_is_learnt_from_those_that_ended(num_tokens: int,
 @pytest.mark.parametrize("num_told_at_once", [1, 5])
 def test_who_asks_during_a_rest_is_told_what_is_left_of_it(num_told_at_once: int) -> None:
     """Without another thought, as a device may be waiting; unless many have come."""
-    policy, rng, thoughts = Auto(), np.random.default_rng(0), 0
-    think = policy._draft
-
-    def counted(view: BatchView):  # type: ignore[no-untyped-def]
-        nonlocal thoughts
-        thoughts += 1
-        return think(view)
-
-    policy._draft = counted  # type: ignore[method-assign]
+    policy, rng = Thinking(), np.random.default_rng(0)
     while (plan := policy.plan(batch(8))).num_resting < 40:
         policy.observe(all_rejected(plan, rng))
         policy.settle()
-    before, left = thoughts, plan.num_resting
+    before, left = policy.num_thoughts, plan.num_resting
     for _ in range(4):
         policy.observe(replace(all_rejected(plan, rng), num_steps=num_told_at_once))
         policy.settle()
@@ -568,23 +567,23 @@ def test_who_asks_during_a_rest_is_told_what_is_left_of_it(num_told_at_once: int
         left -= num_told_at_once
         assert plan.num_resting == left
         assert not plan.lengths.any()
-    assert thoughts == before
+    assert policy.num_thoughts == before
     policy.plan(batch(9))
-    assert thoughts == before + 1
+    assert policy.num_thoughts == before + 1
     while (plan := policy.plan(batch(8))).num_resting < 40:
         policy.observe(all_rejected(plan, rng))
         policy.settle()
     policy.observe(all_rejected(plan, rng))
     policy.forget(np.arange(3))  # others are in their places
-    before, left = thoughts, plan.num_resting
+    before, left = policy.num_thoughts, plan.num_resting
     plan = policy.plan(batch(8))
-    assert thoughts == before
+    assert policy.num_thoughts == before
     assert np.isnan(plan.signals["outlook"][:3]).all()
     assert np.isfinite(plan.signals["outlook"][3:]).all()
     policy.observe(all_rejected(plan, rng))
     policy.forget(np.array([5, 6]))  # half of them are new by now, and more
     policy.plan(batch(8))
-    assert thoughts == before + 1
+    assert policy.num_thoughts == before + 1
 
 
 def resting(num_seqs: int) -> tuple[Auto, Plan, list[BatchView]]:
@@ -594,8 +593,8 @@ def resting(num_seqs: int) -> tuple[Auto, Plan, list[BatchView]]:
         policy.observe(all_rejected(plan, rng))
         policy.settle()
     policy.observe(all_rejected(plan, rng))
-    think, thoughts = policy._draft, []
-    policy._draft = lambda view: thoughts.append(view) or think(view)  # type: ignore[func-returns-value, method-assign]
+    think, thoughts = policy.advisor.advise, []
+    policy.advisor.advise = lambda view: thoughts.append(view) or think(view)  # type: ignore[func-returns-value, method-assign]
     return policy, plan, thoughts
 
 
@@ -651,7 +650,7 @@ def test_nobody_waits_for_a_thought_where_somebody_ends_with_a_rest() -> None:
 def test_a_look_behind_an_end_has_a_second_one() -> None:
     """What has ended is forgotten later than it was planned, and must not take that for something that came between."""
     policy, plan, _ = resting(8)
-    policy._probe._in_pairs, policy._probe._saved_s = True, 1.0
+    policy.advisor.probe._in_pairs, policy.advisor.probe._saved_s = True, 1.0
     policy.settle(some_of([0, 2]))
     policy.observe(all_rejected(plan, np.random.default_rng(0)))
     policy.forget(np.array([1, 3, 4, 5, 6, 7]))
@@ -695,8 +694,8 @@ def test_whoever_comes_to_the_place_of_another_is_not_taken_for_it() -> None:
         plan = policy.plan(batch(2))
         policy.settle()
         policy.observe(all_rejected(plan, rng))
-    meet, has_met = policy._meet, []
-    policy._meet = lambda view: has_met.append(meet(view)) or has_met[-1]  # type: ignore[func-returns-value, method-assign]
+    meet, has_met = policy.advisor.meet, []
+    policy.advisor.meet = lambda view: has_met.append(meet(view)) or has_met[-1]  # type: ignore[func-returns-value, method-assign]
     policy.forget(np.array([1]))
     policy.forget(np.array([1]))  # seen once more meanwhile
     policy.plan(batch(1))
@@ -704,7 +703,7 @@ def test_whoever_comes_to_the_place_of_another_is_not_taken_for_it() -> None:
     policy.plan(batch(2))
     assert [is_new.tolist() for is_new in has_met] == [[False], [False, True]]
     assert not policy._unlearnt
-    assert policy._lifespan._num_ended == 1
+    assert policy.advisor.lifespan._num_ended == 1
 
 
 @pytest.mark.parametrize("ends_early", [False, True])
@@ -714,8 +713,8 @@ def test_steps_of_a_rest_are_learnt_from_together(ends_early: bool) -> None:
     while (plan := policy.plan(batch(4))).num_resting < 20:
         policy.observe(all_rejected(plan, rng))
         policy.settle()
-    learn, learnt = policy._learn_from, []
-    policy._learn_from = lambda seen, draft: learnt.append(seen) or learn(seen, draft)  # type: ignore[func-returns-value, method-assign]
+    learn, learnt = policy.advisor.learn, []
+    policy.advisor.learn = lambda seen, draft: learnt.append(seen) or learn(seen, draft)  # type: ignore[func-returns-value, method-assign]
     policy.settle()
     learnt.clear()
     num = 12 if ends_early else plan.num_resting + 1
@@ -837,8 +836,8 @@ def test_a_draft_that_never_fails_is_believed_and_no_more() -> None:
     """So many tokens stand that the rate of all is one to the last digit."""
     policy = Auto()
     drafted = drive(policy, [1.0] * 400, MEMORY_BOUND, 64)
-    assert np.isfinite(policy.acceptance.weights).all()
-    assert policy.acceptance.rate < 1
+    assert np.isfinite(policy.advisor.acceptance.weights).all()
+    assert policy.advisor.acceptance.rate < 1
     assert drafted[-1] >= 64 * 4
 
 
@@ -1015,20 +1014,20 @@ def test_prompts_that_a_step_reads_anyway_are_no_reason_to_draft_more() -> None:
     """Beside them everything looks cheap, and takes as long as ever."""
     policy = learnt(0.7, 8, 0.8e-3)
     view = batch(8)
-    expected = policy._draft(view).plan.predicted
+    expected = policy.advisor.advise(view).plan.predicted
     assert 0 < expected.max() < 6
     view.num_prompt_tokens = 8192
-    assert policy._draft(view).plan.predicted.tolist() == expected.tolist()
+    assert policy.advisor.advise(view).plan.predicted.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(("draft_s", "stops"), [(4.5e-3, True), (2.4e-3, False)])
 def test_a_clear_loss_is_no_accident(draft_s: float, stops: bool) -> None:
     """Drafts that cost a little more than they bring go on for a few steps, others do not."""
     policy = learnt(0.45, 8, draft_s)
-    policy._drafts, policy._num_doubtful, policy._gains = True, 0, [1.0, 1.0]
-    drafted = policy._draft(batch(8))
-    outlooks, _ = policy.acceptance.outlooks(np.arange(8))
-    assert not policy._seems_to_pay(policy._choose(batch(8), outlooks, policy.cost.start_s))
+    policy.advisor.drafts, policy.advisor.num_doubtful, policy.advisor.gains = True, 0, [1.0, 1.0]
+    drafted = policy.advisor.advise(batch(8))
+    outlooks, _ = policy.advisor.acceptance.outlooks(np.arange(8))
+    assert not policy.advisor._seems_to_pay(policy.advisor._choose(batch(8), outlooks, policy.cost.start_s))
     assert (drafted.plan.stop is None) == stops
     assert drafted.is_doubtful != stops
 
@@ -1045,7 +1044,7 @@ def test_time_that_prompts_take_is_not_held_against_drafts() -> None:
         accepted = [int(stands[i, :length].sum()) for i, length in enumerate(drafted)]
         seconds = {"draft_s": 0.8e-3 * max(drafted), "verify_s": 50e-3 + 4e-6 * sum(drafted), "num_prompt_tokens": 2048}
         policy.observe(outcome(drafted, accepted, **seconds))
-    assert 0.9 < policy._gain < 1.1
+    assert 0.9 < policy.advisor._gain < 1.1
 
 
 def test_beside_prompts_no_step_is_made_to_be_measured() -> None:
@@ -1109,22 +1108,22 @@ def test_everybodys_rate_does_not_depend_on_how_much_is_drafted(rate: float, len
 def test_a_check_that_met_a_prompt_has_measured_nothing() -> None:
     policy = Auto()
     policy.plan(batch(4))
-    while not policy._recheck.is_due(4):
-        policy._recheck.count(4)
-    policy._recheck.begin(4)
+    while not policy.advisor.recheck.is_due(4):
+        policy.advisor.recheck.count(4)
+    policy.advisor.recheck.begin(4)
     for num_prompt_tokens, is_open in ((64, True), (0, False)):
         policy.observe(outcome([0] * 4, [0] * 4, verify_s=0.01, num_prompt_tokens=num_prompt_tokens))
         policy.settle()
-        assert bool(policy._recheck._open) == is_open
+        assert bool(policy.advisor.recheck._open) == is_open
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(0.01, (False, True)), (0.05, (True, True)), (-0.01, (False, False))])
 def test_nobody_begins_for_next_to_nothing(gain: float, expected: tuple[bool, bool]) -> None:
     """But whoever drafts goes on for little."""
     policy = Auto()
-    choice = _Choice(np.ones(4, np.int64), 100 * (1 + gain), 0.05, 100.0, LEAST_GAIN)
-    for policy._drafts, is_worth in zip((False, True), expected, strict=True):
-        assert policy._seems_to_pay(choice) == is_worth
+    choice = Choice(np.ones(4, np.int64), 100 * (1 + gain), 0.05, 100.0)
+    for policy.advisor.drafts, is_worth in zip((False, True), expected, strict=True):
+        assert policy.advisor._seems_to_pay(choice) == is_worth
 
 
 @pytest.mark.parametrize(("strays", "begins"), [(0.0, True), (0.2, False)])
@@ -1136,13 +1135,13 @@ def test_nobody_begins_for_less_than_steps_vary_by_themselves(strays: float, beg
         slow = 1 + strays * (number // 2 % 2)
         policy.observe(outcome([0] * 4, [0] * 4, verify_s=0.01 * slow, num_steps=9))
         policy.settle()
-    assert strays / 2 <= policy._steadiness.spread <= strays
-    policy._drafts = False
-    choice = policy._choose(batch(4), np.full(4, 0.5), policy.cost.start_s)
+    assert strays / 2 <= policy.advisor.steadiness.spread <= strays
+    policy.advisor.drafts = False
+    choice = policy.advisor._choose(batch(4), np.full(4, 0.5), policy.cost.start_s)
     choice.rate, choice.lengths = 1.1 * choice.rate_off, np.ones(4, np.int64)
-    assert policy._seems_to_pay(choice) == begins
-    policy._drafts = True
-    assert policy._seems_to_pay(choice), "whoever drafts goes on"
+    assert policy.advisor._seems_to_pay(choice) == begins
+    policy.advisor.drafts = True
+    assert policy.advisor._seems_to_pay(choice), "whoever drafts goes on"
 
 
 def test_steps_one_behind_the_other_tell_little_of_how_much_they_vary() -> None:
@@ -1168,18 +1167,18 @@ def test_where_even_much_better_drafts_would_not_pay_it_looks_less_often() -> No
     hopeless, hopeful = Auto(), Auto()
     for policy, draft_s in ((hopeless, 20e-3), (hopeful, 1.5e-3)):
         num_looks(0.2, draft_s, policy)
-    assert (hopeless._hope, hopeful._hope) == (LEAST_HOPE, 1.0)
+    assert (hopeless.advisor.hope, hopeful.advisor.hope) == (LEAST_HOPE, 1.0)
     # What is set aside pays for twice as many where a look costs as much.
     plain_s = MEMORY_BOUND.verify.seconds(8)
-    saved = [policy._probe._saved_s for policy in (hopeless, hopeful)]
+    saved = [policy.advisor.probe._saved_s for policy in (hopeless, hopeful)]
     for policy in (hopeless, hopeful):
         policy.plan(batch(8))
         policy.observe(outcome([0] * 8, [0] * 8, verify_s=plain_s))
         policy.settle()
-    more = [policy._probe._saved_s - before for policy, before in zip((hopeless, hopeful), saved, strict=True)]
+    more = [policy.advisor.probe._saved_s - before for policy, before in zip((hopeless, hopeful), saved, strict=True)]
     assert more[0] == pytest.approx(LEAST_HOPE * more[1])
     num_looks(0.2, 1e-3, hopeless)
-    assert hopeless._hope == 1.0
+    assert hopeless.advisor.hope == 1.0
 
 
 def test_under_pressure_a_plan_is_good_for_a_few_steps() -> None:
@@ -1222,8 +1221,8 @@ def test_under_pressure_who_is_left_drafts_on(is_pressed: bool, ruled: bool) -> 
     """As before, without another thought; not so where there is time, nor with somebody new."""
     rng = np.random.default_rng(0)
     policy = Thinking(cost=Known(MEMORY_BOUND))
-    policy._sight.is_worth_it = lambda *_: ruled  # type: ignore[method-assign]
-    policy._sight.is_try = lambda *_: False  # type: ignore[method-assign]
+    policy.advisor.sight.is_worth_it = lambda *_: ruled  # type: ignore[method-assign]
+    policy.advisor.sight.is_try = lambda *_: False  # type: ignore[method-assign]
 
     def step(view: BatchView) -> Plan:
         plan = policy.plan(view)

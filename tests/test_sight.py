@@ -222,11 +222,11 @@ def test_what_was_restored_of_one_way_outlives_drafts_of_the_other() -> None:
 def test_what_was_realised_of_one_way_says_nothing_of_the_other() -> None:
     policy = Auto()
     serve(policy, 0.0, 200)
-    before = list(policy._gains)
-    draft = next(found for _ in range(40) if (found := policy._draft(single())).rule is not None)
-    policy._learn_from(drafted(9, draft.is_ruled, 0.0), draft)
-    assert policy._gains[draft.is_ruled] != before[draft.is_ruled]
-    assert policy._gains[not draft.is_ruled] == before[not draft.is_ruled]
+    before = list(policy.advisor.gains)
+    draft = next(found for _ in range(40) if (found := policy.advisor.advise(single())).rule is not None)
+    policy.advisor.learn(drafted(9, draft.is_ruled, 0.0), draft)
+    assert policy.advisor.gains[draft.is_ruled] != before[draft.is_ruled]
+    assert policy.advisor.gains[not draft.is_ruled] == before[not draft.is_ruled]
 
 
 def single() -> BatchView:
@@ -236,23 +236,23 @@ def single() -> BatchView:
 def test_lengths_that_nobody_looks_at_have_no_benefit_of_the_doubt() -> None:
     policy = Auto()
     serve(policy, 0.0, 300)
-    policy._drafts = True
-    policy.acceptance.forget(np.arange(1))  # of whom little is known
+    policy.advisor.drafts = True
+    policy.advisor.acceptance.forget(np.arange(1))  # of whom little is known
     wanted = {}
     seen: list[np.ndarray] = []
-    choose = policy._choose
+    choose = policy.advisor._choose
 
     def note(batch: BatchView, outlooks: np.ndarray, start_s: float) -> Any:
         seen.append(outlooks)
         return choose(batch, outlooks, start_s)
 
-    policy._choose = note  # type: ignore[method-assign]
-    policy._sight.is_try = lambda *_: False  # type: ignore[method-assign]
+    policy.advisor._choose = note  # type: ignore[method-assign]
+    policy.advisor.sight.is_try = lambda *_: False  # type: ignore[method-assign]
     for is_ruled in (True, False):
-        policy._sight.is_worth_it = lambda *_, way=is_ruled: way  # type: ignore[method-assign, misc]
+        policy.advisor.sight.is_worth_it = lambda *_, way=is_ruled: way  # type: ignore[method-assign, misc]
         seen.clear()
-        policy._draft(single())
+        policy.advisor.advise(single())
         wanted[is_ruled] = float(seen[0][0])
-    outlook = float(policy.acceptance.outlooks(np.arange(1))[0][0])
+    outlook = float(policy.advisor.acceptance.outlooks(np.arange(1))[0][0])
     assert wanted[False] == pytest.approx(outlook)
     assert wanted[True] > outlook + 0.05

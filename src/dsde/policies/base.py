@@ -176,6 +176,10 @@ class Outcome(_Counted):
     num_steps: int = 1
     """that it stands for, one after the other and all alike: a rest that the plan announced may be told as one"""
 
+    @property
+    def has_drafts(self) -> bool:
+        return bool(self.num_draft_passes or self.drafted.any())
+
 
 class Stage(ABC):
     """Changes the lengths of a batch after the policy has spoken. Composes with any policy: `DSDE() | MeanCap()`."""

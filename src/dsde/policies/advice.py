@@ -1,0 +1,76 @@
+"""What `Advisor` says of a batch: a plan, and why it was made, which is what its outcome teaches something about.
+
+Knows how to be of use to a batch that is nearly the one it was made for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dsde.core.stops import StopByWorth
+from dsde.policies.base import BatchView, IntArray, Plan
+
+
+@dataclass(slots=True)
+class Advice:
+    batch: BatchView
+    """that it is for, as it was then"""
+    plan: Plan
+    planned_rate: float
+    """tokens per second while drafting; 0: nobody drafts, or only to look"""
+    rule: StopByWorth | None
+    """by which drafts end, or would if somebody looked at them; None: nobody drafts, or only to look"""
+    is_probing: bool
+    is_blind: bool
+    """made without drafts to have that measured"""
+    is_doubtful: bool
+    """made with drafts that do not seem to pay"""
+    foregone_s: float
+    """that drafting is believed to save, and nobody does"""
+
+    @property
+    def is_ruled(self) -> bool:
+        """Whether somebody looks at drafts."""
+        return self.plan.stop is not None
+
+    @property
+    def can_be_repeated(self) -> bool:
+        """Whether it is as good for another step: everybody drafts, and that seems to pay."""
+        return self.rule is not None and not self.is_doubtful
+
+    def fits(self, batch: BatchView) -> bool:
+        mine = self.batch
+        return (
+            mine.num_decoding == batch.num_decoding
+            and mine.num_prompt_tokens == batch.num_prompt_tokens
+            and np.array_equal(mine.slots, batch.slots)
+        )
+
+    def resting_on(self, batch: BatchView, places: IntArray, num_resting: int) -> Advice:
+        """The same rest for others: [batch] `places` are where they were in the batch before, -1: nowhere."""
+        plan = Plan.wanting(0, batch)
+        plan.signals = {
+            name: np.where(places >= 0, values[places], np.nan) for name, values in self.plan.signals.items()
+        }
+        plan.num_resting = num_resting
+        share = batch.num_sequences / self.batch.num_sequences
+        return replace(self, batch=batch, plan=plan, foregone_s=share * self.foregone_s)
+
+    def drafting_on(self, batch: BatchView, places: IntArray) -> Advice:
+        """The same drafts for those who are left of a batch, at these places of it."""
+        rule = self.rule
+        if rule is not None:
+            usual = None if rule.usual is None else rule.usual[places]
+            rule = replace(rule, offsets=rule.offsets[places], outlooks=rule.outlooks[places], usual=usual)
+        plan = replace(
+            self.plan,
+            lengths=np.minimum(self.plan.lengths[places], batch.rooms),
+            predicted=self.plan.predicted[places],
+            votes=self.plan.votes[places],
+            signals={name: values[places] for name, values in self.plan.signals.items()},
+            stop=rule if self.is_ruled else None,
+        )
+        rate = self.planned_rate * batch.num_sequences / self.batch.num_sequences
+        return replace(self, batch=batch, plan=plan, rule=rule, planned_rate=rate)

@@ -1,0 +1,341 @@
+"""What pays for a batch, by all that is known: drafts of which lengths and by which rule, none, or a look.
+
+Joins what others have apart: how likely this very token is to stand (`AcceptanceModel`, from the draft's own
+distribution and from what stood of late), and what it costs on this machine under this load (`CostModel`). Both are
+learnt while serving. Knows nothing of when it is asked, and whether a device waits for it: see `Auto`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dsde.core.stops import StopByWorth
+from dsde.policies.acceptance import HIGHEST, LOWEST, AcceptanceModel
+from dsde.policies.advice import Advice
+from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome, Plan
+from dsde.policies.choice import Choice, choose
+from dsde.policies.cost import CostModel
+from dsde.policies.lifespan import Lifespan
+from dsde.policies.menu import Menu
+from dsde.policies.price import find_prices
+from dsde.policies.probe import Probe
+from dsde.policies.recheck import Recheck
+from dsde.policies.sight import Sight, fill_chances
+from dsde.policies.steadiness import Steadiness
+
+NUM_TRIED = 2
+"""measurements of a size before it is believed"""
+FIRST_REACH = 1
+"""tokens that the first drafts may have; twice as many after every step that drafted"""
+MOST_BLIND = 8
+"""steps without drafts that are made only to have them measured, one after the other; some engines measure nothing"""
+CLEAR_GAIN = 1.5
+"""times as fast as without drafts, that needs no second measurement of these"""
+URGENCY = 10.0
+"""how much more of the time goes into probes that drafting would save, as it seems: a tenth of it"""
+PATIENCE = 8
+"""drafts that were planned although they do not seem to pay, before everybody stops: what one step took may be an
+accident, and whoever begins again has to read what the draft missed"""
+LEAST_GAIN = 0.03
+"""of a step's tokens, that drafts must seem to bring before anybody begins, beyond what steps without drafts vary by:
+what is compared is not known better than that, and requests that draft end at different times, the last of them by
+themselves"""
+HOPE = 0.5
+"""of the tokens that do not stand, that might: if drafts would not pay even then, looking again is hardly worth it"""
+LOST_HOPE = 0.7
+"""share that is left of what is set aside for looking again, behind a look after which it hardly is"""
+LEAST_HOPE = 0.5
+"""the least that is left of it"""
+CLEAR_LOSS = 0.15
+"""of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
+SAME = 0.1
+"""share by which a step may take longer, or shorter, than was thought and be as thought"""
+NUM_IN_PASSING = 2
+"""tokens that a draft reads beside the newest without taking longer"""
+GAIN_MEMORY = 128.0
+"""steps after which what was realised of a planned rate counts about a third"""
+
+
+class Advisor:
+    """A sequence's tokens are worth the chance that the draft stands up to them. A first choice of lengths takes every
+    position at the sequence's average; while they are drafted, each is looked at, and what it is worth then decides
+    whether it is verified and whether another one is drawn; unless a device waits longer for that than it is worth, and
+    the first choice stands. Costs are counted in tokens: seconds times the rate at which this batch could emit instead.
+    A draft pass that all share is made if those who would take part in it are together worth it. Length 0, for one or
+    for all, is an answer like any other; while all are at 0 a hundredth of the time is spent on looking again.
+    """
+
+    def __init__(self, max_length: int, cost: CostModel) -> None:
+        self.max_length = max_length
+        self.cost = cost
+        self.acceptance = AcceptanceModel()
+        self.lifespan = Lifespan()
+        self.gains = [1.0, 1.0]
+        """realised over planned rate while drafting, lately: decided beforehand, and by a rule"""
+        self.sight = Sight()
+        self.probe = Probe(cost, max_length, self.lifespan)
+        self.recheck = Recheck()
+        self.steadiness = Steadiness()
+        self.hope = 1.0
+        """share of what is usual that is set aside for looking again"""
+        self.drafts = False
+        """whether everybody does"""
+        self.num_doubtful = 0
+        """of the newest drafts"""
+        self._menu = Menu(max_length)
+        self._is_ruled = True
+        """the way of the newest advice"""
+        self._can_rule = True
+        """whether whoever drafts obeys a rule"""
+        self._reach = min(FIRST_REACH, max_length)
+        self._num_blind = 0
+        """plans made blindly since such a step was measured"""
+        self._foregone_s = 0.0
+        """that drafting would have saved since it was last believed to save nothing"""
+
+    def meet(self, batch: BatchView) -> BoolArray:
+        """[batch] who is new. What drafting would have saved of others is no reason to read their prompts."""
+        is_new = self.lifespan.see(batch.slots)
+        if self._foregone_s and is_new.any():
+            behind = self.cost.behind(batch.slots)
+            self._foregone_s *= 1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0)
+        return is_new
+
+    def advise(self, batch: BatchView) -> Advice:
+        """On a step of such a batch."""
+        self.cost.turn_to(batch.num_sequences)
+        outlooks, doubts = self.acceptance.outlooks(batch.slots)
+        starts_s = self.cost.start_of(False), self.cost.start_of(True)
+        self._is_ruled = not self._can_rule or self.sight.is_worth_it(batch.num_sequences, starts_s)
+        # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
+        # the same way. While nobody drafts there are probes for that; and of what nobody looks at too much costs more.
+        doubts /= np.sqrt(max(batch.slots.size, 1))
+        hopes = np.minimum(outlooks + doubts, HIGHEST) if self.drafts and self._is_ruled else outlooks
+        choice = self._choose(batch, hopes, self._start_s)
+        is_worth = self._is_worth_reading(batch, choice)
+        if not is_worth.all():
+            # Without those who will have ended before it has paid for what their drafts must read first.
+            choice = self._choose(batch, np.where(is_worth, hopes, LOWEST), self._start_s)
+            choice.lengths = np.where(is_worth, choice.lengths, 0)
+        is_blind = self._is_blind(batch, choice)
+        pays, foregone_s = (False, 0.0) if is_blind else self._decide(batch, choice)
+        is_doubtful = pays and not self._seems_to_pay(choice)
+        if pays and self._can_rule and self.sight.is_try(batch.num_sequences):
+            # By the way that was found better it pays, whatever the other one seems to bring.
+            self._is_ruled = not self._is_ruled
+            other = self._choose(batch, np.where(is_worth, outlooks, LOWEST), self._start_s)
+            choice = other if other.lengths.any() else choice
+            choice.lengths = np.where(is_worth, choice.lengths, 0)
+        chosen = choice.lengths if pays else choice.lengths * 0
+        num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
+        planned_rate = num_emitted / choice.seconds if pays else 0.0
+        rate = max(planned_rate * self._gain, choice.rate_off)
+        # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones, at all and in a
+        # batch of this size: nobody knows what so many tokens cost.
+        known = (2 * self.cost.most_verified - batch.num_sequences) // max(batch.num_sequences, 1)
+        farthest = 2 * chosen + 2 if self._is_ruled else chosen
+        lengths = np.where(chosen > 0, np.minimum(farthest, min(self._reach, max(known, FIRST_REACH))), 0)
+        if pays or is_blind or self._is_hopeful(batch, outlooks):
+            self.hope = 1.0
+        can_look = not self.probe.is_under_way or self.probe.is_due(batch)
+        is_probing = not pays and not is_blind and can_look and self.probe.begin(batch, NUM_TRIED, self.hope)
+        if is_probing:
+            lengths = self.probe.lengths
+        else:
+            self.probe.pass_over()
+        prices = find_prices(self.cost, rate, outlooks, chosen, batch.rooms, batch.num_sequences)
+        ones = np.ones(batch.slots.size)
+        plan = Plan(
+            lengths=lengths,
+            predicted=chosen.astype(np.float64),
+            votes=ones.astype(np.bool_),
+            signals={
+                "outlook": outlooks,
+                "gain_of_last": outlooks**chosen,
+                "gain_of_next": outlooks ** (chosen + 1),
+                "cost_of_token": rate * (prices.token_s + prices.each_s) * ones,
+                "cost_of_pass": rate * prices.pass_s * ones,
+                "rate": rate * ones,
+                "rate_off": choice.rate_off * ones,
+            },
+        )
+        if not (pays or is_probing or is_blind or self.probe.is_under_way):
+            plain_s = float(self.cost.verify_s(batch.num_sequences))
+            plan.num_resting = self.probe.num_steps_left(self.hope * plain_s + URGENCY * foregone_s)
+            if foregone_s:
+                plan.num_resting = min(plan.num_resting, int(self._missing_s(batch) / foregone_s))
+        rule = None
+        if pays:
+            rule = StopByWorth(
+                weights=self.acceptance.weights[2:].copy(),
+                offsets=self.acceptance.offsets(outlooks),
+                outlooks=outlooks,
+                keep_above=rate * prices.token_s,
+                go_on_above=rate * (prices.token_s + prices.each_s),
+                pass_above=rate * prices.pass_s,
+                usual=chosen,
+                dearer=rate * (prices.beyond_s - prices.token_s),
+            )
+            plan.stop = rule if self._is_ruled else None
+        return Advice(batch, plan, planned_rate, rule, is_probing, is_blind, is_doubtful, foregone_s)
+
+    def take(self, advice: Advice) -> None:
+        """It will be followed."""
+        # Whoever only has to know what a step without drafts costs goes on behind it.
+        self.drafts = advice.rule is not None or (advice.is_blind and self.drafts)
+        if advice.is_blind:
+            self._num_blind += 1
+            self.recheck.begin(advice.batch.num_sequences)
+
+    def drop(self, advice: Advice) -> None:
+        """It is not followed, or nothing will come of it."""
+        if advice.is_probing:
+            self.probe.drop()
+
+    def learn(self, outcome: Outcome, advice: Advice) -> None:
+        """What became of it."""
+        thought_s = self._plain_s(outcome)
+        is_known = self.cost.num_verified(outcome.num_plain_tokens) > 0
+        step = self.cost.observe(outcome)
+        if not self.cost.is_below(advice.batch.num_sequences):
+            self._num_blind = 0
+        plain_s = self._plain_s(outcome)
+        self.acceptance.observe(outcome)
+        self.lifespan.observe(outcome)
+        if advice.is_probing:
+            self.probe.end(step, plain_s, outcome.is_resumed)
+            self.hope = max(LOST_HOPE * self.hope, LEAST_HOPE)  # until the next plan, if there is any
+        self.num_doubtful = self.num_doubtful + 1 if advice.is_doubtful else 0
+        self._foregone_s = self._foregone_s + outcome.num_steps * advice.foregone_s if advice.foregone_s else 0.0
+        kept = math.exp(-outcome.num_steps / GAIN_MEMORY)
+        if not outcome.has_drafts:
+            # Before what is believed costs much it is looked at once more, and again.
+            self.probe.save(outcome.num_steps * (self.hope * plain_s + URGENCY * advice.foregone_s))
+            self.gains = [kept * gain + 1 - kept for gain in self.gains]  # or a bad time would never be over
+            if outcome.verify_s > 0 and not outcome.num_prompt_tokens:
+                if is_known:
+                    self.steadiness.observe(outcome.verify_s / thought_s, outcome.num_steps)
+                is_as_thought = abs(outcome.verify_s - thought_s) <= SAME * thought_s
+                self.recheck.end(outcome.num_sequences, is_as_thought)
+            return
+        self.recheck.count(outcome.num_sequences)
+        self._reach = min(2 * self._reach, self.max_length)
+        if advice.rule is not None:
+            self._can_rule = self._can_rule and advice.is_ruled == outcome.is_ruled
+            if self._can_rule:
+                self._weigh(outcome, advice, advice.rule)
+        # Plans leave prompts out that are read anyway.
+        prompts_s = plain_s - float(self.cost.verify_s(outcome.num_sequences))
+        seconds = step.draft_s + max(step.verify_s - prompts_s, 0.0)
+        if advice.planned_rate > 0 and seconds > 0 and step.is_typical:
+            emitted = float(outcome.accepted.sum()) + outcome.num_sequences
+            gain = emitted / (seconds * advice.planned_rate)
+            before = self.gains[advice.is_ruled]
+            self.gains[advice.is_ruled] = min(max(kept * before + (1 - kept) * gain, 0.5), 2.0)
+
+    def forget(self, slots: IntArray) -> None:
+        """These sequences have ended."""
+        for part in (self.acceptance, self.lifespan, self.cost, self.probe):
+            part.forget(slots)
+
+    def _weigh(self, outcome: Outcome, advice: Advice, rule: StopByWorth) -> None:
+        """What a draft that a rule ended would have brought, and taken, had its lengths been chosen beforehand."""
+        num, drafted = outcome.num_sequences, outcome.drafted
+        is_due, signals = self.sight.count(num), outcome.draft_signals
+        is_known = signals.shape[0] == int(drafted.sum()) and bool(np.isfinite(signals).all())
+        if not (is_due and outcome.is_ruled and is_known):
+            return
+        owners = np.repeat(np.arange(drafted.size), drafted)
+        found = rule.survivals(owners, np.ones(owners.size), signals)
+        self.cost.turn_to(num)
+        beforehand = self._choose(advice.batch, rule.outlooks, self.cost.start_of(False)).lengths
+        # Those who did not draft for another reason would not have drafted then either.
+        beforehand = np.where(advice.plan.lengths > 0, beforehand, 0)
+        most = max(int(drafted.max()), int(beforehand.max()), 1)
+        chances = fill_chances(drafted, found, rule.outlooks, most)
+        survivals = np.multiply.accumulate(chances, axis=1)
+        tokens, seconds = [], []
+        # Of requests that chose for themselves there may be longer ones beside them.
+        most_passes = min(outcome.num_draft_passes, int(drafted.max()) + 1)
+        for lengths, num_passes in ((beforehand, int(beforehand.max())), (drafted, most_passes)):
+            num_drafted, num_passes = int(lengths.sum()), max(num_passes, 1)
+            tokens.append(num + float(survivals[np.arange(most) < lengths[:, None]].sum()))
+            pass_s = float(self.cost.draft_s(max(num_drafted / num_passes, 1.0)))
+            seconds.append(num_passes * pass_s + float(self.cost.verify_s(num + num_drafted)))
+        self.sight.observe(num, (tokens[0], tokens[1]), (seconds[0], seconds[1]))
+
+    @property
+    def _gain(self) -> float:
+        return self.gains[self._is_ruled]
+
+    @property
+    def _start_s(self) -> float:
+        return self.cost.start_of(self._is_ruled)
+
+    def _plain_s(self, outcome: Outcome) -> float:
+        """What such a step takes without drafts, as far as is known."""
+        self.cost.turn_to(outcome.num_sequences)
+        return float(self.cost.verify_s(outcome.num_plain_tokens))
+
+    def _is_blind(self, batch: BatchView, choice: Choice) -> bool:
+        """Whether to have a step without drafts measured: whoever begins with drafts compares them with one that was
+        never made, whoever goes on with one that may not be like that any more, and a wrong guess of that lasts."""
+        if self._num_blind < MOST_BLIND and self.cost.is_guess(batch):
+            return True
+        is_clear = choice.rate * self._gain > CLEAR_GAIN * choice.rate_off
+        return self.drafts and not is_clear and self.recheck.is_due(batch.num_sequences) and self.cost.can_rest(batch)
+
+    def _decide(self, batch: BatchView, choice: Choice) -> tuple[bool, float]:
+        """Whether to draft; if not, seconds a step that drafting is believed to save all the same.
+
+        Nobody begins again before these have summed up to what beginning costs: the draft has to read what it missed,
+        and where drafts bring as much as they cost it would read that for nothing, time and again.
+        """
+        if not self._seems_to_pay(choice):
+            is_clear = choice.rate * self._gain < (1 - CLEAR_LOSS) * choice.rate_off
+            is_patient = self.drafts and self.num_doubtful < PATIENCE and not is_clear
+            return is_patient and bool(choice.lengths.any()), 0.0
+        if self.drafts or self._missing_s(batch) <= 0:
+            return True, 0.0
+        return False, batch.num_sequences * self._saved_s(choice)
+
+    def _is_hopeful(self, batch: BatchView, outlooks: FloatArray) -> bool:
+        """Whether drafts would pay if clearly more of them stood than is known of; or nobody knows what they take."""
+        if self.cost.num_drafts < NUM_TRIED:
+            return True
+        choice = self._choose(batch, np.minimum(outlooks + HOPE * (1 - outlooks), HIGHEST), self._start_s)
+        return self._seems_to_pay(choice)
+
+    def _seems_to_pay(self, choice: Choice) -> bool:
+        least = choice.rate_off * (1.0 if self.drafts else 1 + LEAST_GAIN + self.steadiness.spread)
+        return choice.rate * self._gain > least and bool(choice.lengths.any())
+
+    def _saved_s(self, choice: Choice) -> float:
+        """Of every token that is emitted, by drafting."""
+        return 1 / choice.rate_off - 1 / (choice.rate * self._gain)
+
+    def _is_worth_reading(self, batch: BatchView, choice: Choice) -> BoolArray:
+        """[batch] whether drafts will save what it costs to have the draft read first; everybody where nothing pays."""
+        behind = self.cost.behind(batch.slots)
+        behind = np.where(behind > NUM_IN_PASSING, behind, 0)
+        if not behind.any() or not self._seems_to_pay(choice):
+            return np.ones(behind.size, np.bool_)
+        num_behind = int(behind.sum())
+        shares_s = behind * float(self.cost.catch_up_s(num_behind)) / num_behind
+        worth: BoolArray = self._saved_s(choice) * self.lifespan.num_left(batch) >= shares_s
+        return worth
+
+    def _missing_s(self, batch: BatchView) -> float:
+        """What beginning costs beyond what drafting would have saved so far."""
+        # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
+        return float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) - self._foregone_s
+
+    def _choose(self, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
+        return choose(self._menu, self.cost, batch, outlooks, start_s)
+
+
+def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:
+    """Expected of drafts of these lengths."""
+    return float((outlooks * (1 - outlooks**lengths) / (1 - outlooks)).sum())

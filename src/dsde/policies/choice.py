@@ -1,0 +1,48 @@
+"""Lengths for a whole batch that bring the most tokens per second, if nobody looks at tokens.
+
+Knows what every length would bring (`Menu`) and what it costs (`CostModel`); nothing of what has been decided before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsde.policies.base import BatchView, FloatArray, IntArray
+from dsde.policies.cost import CostModel
+from dsde.policies.menu import Menu
+
+
+@dataclass(slots=True)
+class Choice:
+    """The lengths that pay best, and the rates that follow."""
+
+    lengths: IntArray
+    rate: float
+    """tokens per second expected of them"""
+    seconds: float
+    """that such a step takes"""
+    rate_off: float
+    """tokens per second of a step without drafts"""
+
+
+def choose(menu: Menu, cost: CostModel, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
+    """For sequences of these outlooks, where a draft takes `start_s` once."""
+    num_base = batch.num_sequences
+    kinds = menu.kinds(outlooks)
+    one_length = batch.favours_one_length or kinds.size == 1
+    counts, drafted, gains = (menu.totals_of_one_length if one_length else menu.totals)(kinds)
+    # Hundreds of choices, but never more sequences in a pass than there are.
+    pass_s = np.concatenate(([0.0], cost.draft_s(np.arange(1.0, kinds.size + 1))))
+    draft_s = pass_s[counts.astype(np.intp)]
+    seconds = start_s + np.add.accumulate(draft_s, axis=1) + cost.verify_s(num_base + drafted)
+    rates = np.where(drafted > 0, (num_base + gains) / seconds, 0.0)
+    level, last = divmod(int(rates.argmax()), menu.max_length)
+    lengths = np.full(kinds.size, last + 1) if one_length else menu.lengths(kinds, level, last + 1)
+    return Choice(
+        lengths=np.minimum(lengths, batch.rooms),
+        rate=float(rates[level, last]),
+        seconds=float(seconds[level, last]),
+        rate_off=num_base / float(cost.verify_s(num_base)),
+    )

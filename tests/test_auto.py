@@ -335,6 +335,21 @@ def test_a_plan_made_for_others_is_not_used() -> None:
     assert (policy.plan(short).lengths <= short.rooms).all()
 
 
+def test_a_request_without_room_does_not_stop_those_after_it() -> None:
+    """Its last token cannot be drafted, which says nothing of whether drafts pay: whoever comes next drafts at once,
+    and does not wait until that would have paid for reading its prompt."""
+    policy = Auto(cost=Known(MEMORY_BOUND))
+    while not policy.plan(batch(1)).lengths.any():
+        policy.observe(outcome([0], [0], verify_s=4e-3))
+    policy.observe(outcome([1], [1], np.array([[0.1, 0.9, 0.8]]), draft_s=1e-3, verify_s=4e-3))
+    assert not policy.plan(batch(1, room=0)).lengths.any()
+    policy.observe(outcome([0], [0], verify_s=4e-3))
+    policy.forget(np.array([0]))
+    coming = replace(batch(1), num_missed=np.array([60]), num_left=np.array([1000]))
+    assert policy.cost.catch_up_s(60) > 0
+    assert policy.plan(coming).predicted.any()  # not only to look
+
+
 class Thinking(Auto):
     """Counts how often it thinks of a plan."""
 

@@ -183,8 +183,10 @@ class Advisor:
 
     def take(self, advice: Advice) -> None:
         """It will be followed."""
-        # Whoever only has to know what a step without drafts costs goes on behind it.
-        self.drafts = advice.rule is not None or (advice.is_blind and self.drafts)
+        # Whoever only has to know what a step without drafts costs goes on behind it, and so do those who come after
+        # requests that had no room left for a draft.
+        is_pause = advice.is_blind or not advice.batch.rooms.any()
+        self.drafts = advice.rule is not None or (is_pause and self.drafts)
         if advice.is_blind:
             self._num_blind += 1
             self.recheck.begin(advice.batch.num_sequences)

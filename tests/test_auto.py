@@ -350,6 +350,20 @@ def test_a_request_without_room_does_not_stop_those_after_it() -> None:
     assert policy.plan(coming).predicted.any()  # not only to look
 
 
+def test_neither_patience_nor_a_decision_to_stop_is_lost_where_there_is_no_room() -> None:
+    advisor = Auto(cost=Known(MEMORY_BOUND)).advisor
+    advice = advisor.advise(batch(1, room=0))
+    assert advice.is_roomless
+    advisor.is_drafting, advisor.num_doubtful = True, 5
+    advisor.take(advice)
+    advisor.learn(outcome([0], [0], verify_s=4e-3), advice)
+    assert advisor.is_drafting
+    assert advisor.num_doubtful == 5
+    # Thought of while there was room, and followed when there was none left.
+    advisor.take(replace(advice, is_roomless=False))
+    assert not advisor.is_drafting
+
+
 class Thinking(Auto):
     """Counts how often it thinks of a plan."""
 
@@ -1039,7 +1053,7 @@ def test_prompts_that_a_step_reads_anyway_are_no_reason_to_draft_more() -> None:
 def test_a_clear_loss_is_no_accident(draft_s: float, stops: bool) -> None:
     """Drafts that cost a little more than they bring go on for a few steps, others do not."""
     policy = learnt(0.45, 8, draft_s)
-    policy.advisor.drafts, policy.advisor.num_doubtful, policy.advisor.gains = True, 0, [1.0, 1.0]
+    policy.advisor.is_drafting, policy.advisor.num_doubtful, policy.advisor.gains = True, 0, [1.0, 1.0]
     drafted = policy.advisor.advise(batch(8))
     outlooks, _ = policy.advisor.acceptance.outlooks(np.arange(8))
     assert not policy.advisor._seems_to_pay(policy.advisor._choose(batch(8), outlooks, policy.cost.start_s))
@@ -1137,7 +1151,7 @@ def test_nobody_begins_for_next_to_nothing(gain: float, expected: tuple[bool, bo
     """But whoever drafts goes on for little."""
     policy = Auto()
     choice = Choice(np.ones(4, np.int64), 100 * (1 + gain), 0.05, 100.0)
-    for policy.advisor.drafts, is_worth in zip((False, True), expected, strict=True):
+    for policy.advisor.is_drafting, is_worth in zip((False, True), expected, strict=True):
         assert policy.advisor._seems_to_pay(choice) == is_worth
 
 
@@ -1151,11 +1165,11 @@ def test_nobody_begins_for_less_than_steps_vary_by_themselves(strays: float, beg
         policy.observe(outcome([0] * 4, [0] * 4, verify_s=0.01 * slow, num_steps=9))
         policy.settle()
     assert strays / 2 <= policy.advisor.steadiness.spread <= strays
-    policy.advisor.drafts = False
+    policy.advisor.is_drafting = False
     choice = policy.advisor._choose(batch(4), np.full(4, 0.5), policy.cost.start_s)
     choice.rate, choice.lengths = 1.1 * choice.rate_off, np.ones(4, np.int64)
     assert policy.advisor._seems_to_pay(choice) == begins
-    policy.advisor.drafts = True
+    policy.advisor.is_drafting = True
     assert policy.advisor._seems_to_pay(choice), "whoever drafts goes on"
 
 

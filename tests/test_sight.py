@@ -236,7 +236,7 @@ def single() -> BatchView:
 def test_lengths_that_nobody_looks_at_have_no_benefit_of_the_doubt() -> None:
     policy = Auto()
     serve(policy, 0.0, 300)
-    policy.advisor.drafts = True
+    policy.advisor.is_drafting = True
     policy.advisor.acceptance.forget(np.arange(1))  # of whom little is known
     wanted = {}
     seen: list[np.ndarray] = []

@@ -320,6 +320,33 @@ def test_the_likeliest_token_is_taken_for_the_one_drawn() -> None:
     assert by_draft.seen == [[0.9, 0.8, 0.3], [0.9, 0.6, 0.9], [0.9]]
 
 
+@pytest.mark.parametrize("spec", ["ddd", "confidence", "tapout"])
+def test_policies_that_look_at_tokens_are_told_of_those_they_drafted(spec: str) -> None:
+    requests = make_stream("mixed:0.95,0.4").draw(8, 40, seed=0)
+    policy, positions, rows = make_policy(spec), np.zeros(4, np.int64), np.arange(4)
+    policy.needs |= Need.TOKEN_PROB
+    observe, forget, num_admitted, num_seen = policy.observe, policy.forget, 4, 0
+
+    def check(outcome: Outcome) -> None:
+        nonlocal num_seen
+        ahead = [np.arange(position, position + n) for position, n in zip(positions, outcome.drafted, strict=True)]
+        expected = [requests.token_probs[row, places] for row, places in zip(rows, ahead, strict=True)]
+        np.testing.assert_array_equal(outcome.token_probs, np.concatenate(expected))
+        positions[:] += outcome.accepted + 1
+        num_seen += outcome.token_probs.size
+        observe(outcome)
+
+    def replace_by_next(slots: IntArray) -> None:
+        nonlocal num_admitted
+        rows[slots], positions[slots] = (num_admitted + np.arange(slots.size)) % requests.size, 0
+        num_admitted += slots.size
+        forget(slots)
+
+    policy.observe, policy.forget = check, replace_by_next  # type: ignore[method-assign]
+    simulate(policy, requests, FLAT, 4)
+    assert num_seen > 50
+
+
 # Streams
 
 
@@ -574,8 +601,8 @@ def test_thousands_of_requests_a_second() -> None:
     assert seconds < 10  # far from what it takes: a busy machine must not fail here
 
 
-def test_what_goes_by_probabilities_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="knows no probabilities"):
+def test_what_goes_by_the_targets_probabilities_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="what the target gives a token"):
         simulate(make_policy("static:4|consultant"), Iid(0.8).draw(4, 8, seed=0), FLAT, 2)
 
 

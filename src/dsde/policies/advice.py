@@ -15,6 +15,8 @@ from dsde.policies.base import BatchView, IntArray, Plan
 
 @dataclass(slots=True)
 class Advice:
+    """A plan, whether it is followed or not."""
+
     batch: BatchView
     """that it is for, as it was then"""
     plan: Plan
@@ -25,6 +27,8 @@ class Advice:
     is_probing: bool
     is_blind: bool
     """made without drafts to have that measured"""
+    is_roomless: bool
+    """nobody had room for a draft, which says nothing of whether drafts pay"""
     is_doubtful: bool
     """made with drafts that do not seem to pay"""
     foregone_s: float

@@ -80,8 +80,8 @@ class Advisor:
         self.steadiness = Steadiness()
         self.hope = 1.0
         """share of what is usual that is set aside for looking again"""
-        self.drafts = False
-        """whether everybody does"""
+        self.is_drafting = False
+        """everybody, from step to step, and from one request to the next"""
         self.num_doubtful = 0
         """of the newest drafts"""
         self._menu = Menu(max_length)
@@ -104,7 +104,7 @@ class Advisor:
         return is_new
 
     def advise(self, batch: BatchView) -> Advice:
-        """On a step of such a batch."""
+        """On a step of such a batch, which `cost` has seen. It may begin a look: what is said is taken or dropped."""
         self.cost.turn_to(batch.num_sequences)
         outlooks, doubts = self.acceptance.outlooks(batch.slots)
         starts_s = self.cost.start_of(False), self.cost.start_of(True)
@@ -112,7 +112,7 @@ class Advisor:
         # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
         # the same way. While nobody drafts there are probes for that; and of what nobody looks at too much costs more.
         doubts /= np.sqrt(max(batch.slots.size, 1))
-        hopes = np.minimum(outlooks + doubts, HIGHEST) if self.drafts and self._is_ruled else outlooks
+        hopes = np.minimum(outlooks + doubts, HIGHEST) if self.is_drafting and self._is_ruled else outlooks
         choice = self._choose(batch, hopes, self._start_s)
         is_worth = self._is_worth_reading(batch, choice)
         if not is_worth.all():
@@ -179,14 +179,24 @@ class Advisor:
                 dearer=rate * (prices.beyond_s - prices.token_s),
             )
             plan.stop = rule if self._is_ruled else None
-        return Advice(batch, plan, planned_rate, rule, is_probing, is_blind, is_doubtful, foregone_s)
+        return Advice(
+            batch,
+            plan,
+            planned_rate,
+            rule,
+            is_probing=is_probing,
+            is_blind=is_blind,
+            is_roomless=not batch.rooms.any(),
+            is_doubtful=is_doubtful,
+            foregone_s=foregone_s,
+        )
 
     def take(self, advice: Advice) -> None:
-        """It will be followed."""
+        """It will be followed. What is made of it for others, when somebody ends or joins, need not be taken again."""
         # Whoever only has to know what a step without drafts costs goes on behind it, and so do those who come after
         # requests that had no room left for a draft.
-        is_pause = advice.is_blind or not advice.batch.rooms.any()
-        self.drafts = advice.rule is not None or (is_pause and self.drafts)
+        is_pause = advice.is_blind or advice.is_roomless
+        self.is_drafting = advice.rule is not None or (is_pause and self.is_drafting)
         if advice.is_blind:
             self._num_blind += 1
             self.recheck.begin(advice.batch.num_sequences)
@@ -209,7 +219,8 @@ class Advisor:
         if advice.is_probing:
             self.probe.end(step, plain_s, outcome.is_resumed)
             self.hope = max(LOST_HOPE * self.hope, LEAST_HOPE)  # until the next plan, if there is any
-        self.num_doubtful = self.num_doubtful + 1 if advice.is_doubtful else 0
+        if not advice.is_roomless:
+            self.num_doubtful = self.num_doubtful + 1 if advice.is_doubtful else 0
         self._foregone_s = self._foregone_s + outcome.num_steps * advice.foregone_s if advice.foregone_s else 0.0
         kept = math.exp(-outcome.num_steps / GAIN_MEMORY)
         if not outcome.has_drafts:
@@ -287,7 +298,9 @@ class Advisor:
         if self._num_blind < MOST_BLIND and self.cost.is_guess(batch):
             return True
         is_clear = choice.rate * self._gain > CLEAR_GAIN * choice.rate_off
-        return self.drafts and not is_clear and self.recheck.is_due(batch.num_sequences) and self.cost.can_rest(batch)
+        return (
+            self.is_drafting and not is_clear and self.recheck.is_due(batch.num_sequences) and self.cost.can_rest(batch)
+        )
 
     def _decide(self, batch: BatchView, choice: Choice) -> tuple[bool, float]:
         """Whether to draft; if not, seconds a step that drafting is believed to save all the same.
@@ -297,9 +310,9 @@ class Advisor:
         """
         if not self._seems_to_pay(choice):
             is_clear = choice.rate * self._gain < (1 - CLEAR_LOSS) * choice.rate_off
-            is_patient = self.drafts and self.num_doubtful < PATIENCE and not is_clear
+            is_patient = self.is_drafting and self.num_doubtful < PATIENCE and not is_clear
             return is_patient and bool(choice.lengths.any()), 0.0
-        if self.drafts or self._missing_s(batch) <= 0:
+        if self.is_drafting or self._missing_s(batch) <= 0:
             return True, 0.0
         return False, batch.num_sequences * self._saved_s(choice)
 
@@ -311,7 +324,7 @@ class Advisor:
         return self._seems_to_pay(choice)
 
     def _seems_to_pay(self, choice: Choice) -> bool:
-        least = choice.rate_off * (1.0 if self.drafts else 1 + LEAST_GAIN + self.steadiness.spread)
+        least = choice.rate_off * (1.0 if self.is_drafting else 1 + (LEAST_GAIN + self.steadiness.spread))
         return choice.rate * self._gain > least and bool(choice.lengths.any())
 
     def _saved_s(self, choice: Choice) -> float:

@@ -63,6 +63,8 @@ class Requests:
     @property
     def token_probs(self) -> FloatArray:
         """[request, position] what the draft gives the token it drafts: the likeliest, as at temperature 0."""
+        if self.top_probs is not None:
+            return self.top_probs
         probs: FloatArray = self.draft_signals[..., SIGNALS.index(Signal.TOP_PROB)]
         return probs
 

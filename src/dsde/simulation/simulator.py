@@ -159,7 +159,9 @@ class _Simulator:
         """Plan, draft, verify and observe; returns how many were accepted."""
         plan = self.policy.plan(batch)
         if plan.consultant is not None:
-            raise InvalidInput("a simulation knows no probabilities of tokens, which this policy or stage goes by")
+            raise InvalidInput(
+                "a simulation does not know what the target gives a token, which this policy or stage goes by"
+            )
         drafted = passes = np.minimum(np.maximum(plan.lengths, 0), batch.rooms)
         if plan.stop is not None:
             drafted, passes = stop_drafts(plan.stop, self.requests, rows, positions, drafted)

@@ -18,7 +18,7 @@ class Advice:
     """A plan, whether it is followed or not."""
 
     batch: BatchView
-    """that it is for, as it was then"""
+    """that it is for: as it was then, and once it is followed as it is"""
     plan: Plan
     planned_rate: float
     """tokens per second while drafting; 0: nobody drafts, or only to look"""
@@ -28,7 +28,7 @@ class Advice:
     is_blind: bool
     """made without drafts to have that measured"""
     is_roomless: bool
-    """nobody had room for a draft, which says nothing of whether drafts pay"""
+    """made when nobody had room for a draft, which says nothing of whether drafts pay"""
     is_doubtful: bool
     """made with drafts that do not seem to pay"""
     foregone_s: float

@@ -7,6 +7,7 @@ fails. The kernels themselves have tests of their own.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from dsde.device import backend
 from dsde.drafting import signals
 from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
+from dsde.drafting.solo_kernels import SoloState
 from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.kernels import attention, embedding, rotary
@@ -36,13 +38,15 @@ SHARED = 0
 
 def install(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
     from dsde.drafting import device, referee
-    from dsde.engine import device_executor
+    from dsde.engine import device_executor, solo
 
     monkeypatch.setattr(embedding, "embed", embed)
     monkeypatch.setattr(rotary, "rotate_and_store", rotate_and_store)
     monkeypatch.setattr(attention, "paged_attention", paged_attention)
     monkeypatch.setattr(device, "sample_drafts", sample_drafts)
     monkeypatch.setattr(device, "advance", advance)
+    monkeypatch.setattr(device, "go_deeper", go_deeper)
+    monkeypatch.setattr(solo, "lay_out", lay_out)
     monkeypatch.setattr(referee, "decide", decide)
     monkeypatch.setattr(device_executor, "judge", judge)
     monkeypatch.setattr(device_executor, "step_on", step_on)
@@ -196,7 +200,11 @@ def sample_drafts(
 
 
 def decide(
-    arrays: dict[str, torch.Tensor], found: torch.Tensor, standings: torch.Tensor, decisions: torch.Tensor
+    arrays: dict[str, torch.Tensor],
+    found: torch.Tensor,
+    standings: torch.Tensor,
+    decisions: torch.Tensor,
+    solo: SoloState | None = None,
 ) -> None:
     """One token after another."""
     kind, look, is_first, number = arrays["rule"].tolist()
@@ -205,12 +213,14 @@ def decide(
     sequences = arrays["standings"].tolist()
     codes = {}
     worths = {}
+    has_ended = set()
     for token, place in enumerate(places):
         if place < 0:
             continue
         codes[token] = Decision.DROPPED
         stands, log_prob = (1.0, 0.0) if is_first else standings[sequences[token]].tolist()
         if stands < 0:
+            has_ended.add(token)
             continue
         entropy, top_prob, margin, token_prob = found[place].tolist()
         assert not math.isnan(entropy), "a signal that nobody measured"
@@ -241,7 +251,13 @@ def decide(
     for token, code in codes.items():
         if code != Decision.GOES_ON:
             standings[sequences[token], 0] = -1.0
-        decisions[number % 2, token] = (number << 32) | code
+        if solo is None:
+            decisions[number % 2, token] = (number << 32) | code
+        elif code != Decision.GOES_ON and token not in has_ended:
+            solo.lengths[sequences[token]] = int(arrays["depth"]) + code
+    if solo is not None:
+        solo.goes_on[0] = Decision.GOES_ON in codes.values()
+        solo.num_passes[0] = int(arrays["depth"]) + 1
 
 
 def judge(
@@ -288,7 +304,7 @@ def judge(
             findings.klds[sequence, :length] = kl_divergence(logits, target_rows, store.logits[places])
 
 
-def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, table_width: int) -> None:
+def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, heads: torch.Tensor, table_width: int) -> None:
     start, width = int(arrays["emitted_start"]), int(arrays["emitted_width"])
     tables = arrays["tables"].view(-1, table_width)
     for sequence, row in enumerate(arrays["judged"].tolist()):
@@ -307,8 +323,67 @@ def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, table_width:
         arrays["positions"][pair] = positions.int()
         arrays["slots"][pair] = _slots(tables[sequence], positions)
         arrays["contexts"][sequence] = context
+        heads[sequence] = torch.tensor([context, known[accepted + 1], accepted + 1], dtype=torch.int32)
         if arrays["modes"][sequence] == DrawMode.MATCH:
             arrays["counters"][sequence] += accepted + 1
+
+
+def go_deeper(arrays: dict[str, torch.Tensor], state: SoloState, table_width: int) -> None:
+    count, depth = int(arrays["count"]), int(arrays["depth"]) + 1
+    tables = arrays["tables"].view(-1, table_width)
+    for sequence, (head, _, gained) in enumerate(state.heads[:count].tolist()):
+        position = torch.tensor([head + depth - 1])
+        arrays["positions"][sequence] = position
+        arrays["slots"][sequence] = _slots(tables[sequence], position)[0]
+        arrays["contexts"][sequence] = head + depth
+        arrays["sources"][sequence] = (depth - 1) * count + sequence
+        arrays["places"][sequence] = depth * count + sequence
+        assert int(arrays["caps"][sequence]) <= 15
+        arrays["may_go_on"][sequence] = int(arrays["caps"][sequence]) > depth + 1
+        if depth == 1 and arrays["modes"][sequence] == DrawMode.MATCH:
+            arrays["counters"][sequence] += gained
+    arrays["rule_numbers"][3:6] = arrays["costs"].view(-1, 3)[depth]
+    arrays["depth"][0], arrays["first_row"][0] = depth, depth * count
+
+
+def lay_out(
+    arrays: dict[str, torch.Tensor],
+    state: SoloState,
+    fits: torch.Tensor,
+    told: torch.Tensor,
+    table_width: int,
+    longest: int,
+) -> None:
+    count, row = int(arrays["count"]), 0
+    for name in ("tokens", "positions", "contexts", "lengths"):
+        arrays[name].zero_()
+    for name in ("sources", "slots", "row_sequences", "row_drafts"):
+        arrays[name].fill_(-1)
+    tables = arrays["tables"].view(-1, table_width)
+    for sequence, length in enumerate(state.lengths[:count].tolist()):
+        head, newest, gained = state.heads[sequence].tolist()
+        assert 0 <= length <= longest
+        arrays["starts"][sequence] = arrays["judged_starts"][sequence] = row
+        arrays["contexts"][sequence] = head + length
+        arrays["lengths"][sequence] = length
+        if arrays["modes"][sequence] == DrawMode.MATCH:
+            arrays["counters"][sequence] += gained
+        for depth in range(length + 1):
+            arrays["tokens"][row] = newest
+            arrays["sources"][row] = (depth - 1) * count + sequence if depth else -1
+            arrays["positions"][row] = head - 1 + depth
+            arrays["slots"][row] = _slots(tables[sequence], torch.tensor([head - 1 + depth]))[0]
+            arrays["row_sequences"][row], arrays["row_depths"][row] = sequence, depth
+            arrays["row_drafts"][row] = depth * count + sequence if depth < length else -1
+            row += 1
+        told[int(arrays["turn"]), 1 + sequence] = length
+    arrays["starts"][count:] = row
+    arrays["judged_starts"][count:] = row
+    told[int(arrays["turn"]), 0] = state.num_passes[0]
+    sizes = [0, *arrays["sizes"].tolist()]
+    assert row <= sizes[-1] or not count
+    for i, (least, most) in enumerate(itertools.pairwise(sizes)):
+        fits[i] = least < row <= most
 
 
 def step_on(arrays: dict[str, torch.Tensor], emitted: torch.Tensor, table_width: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ pytest.importorskip("triton")
 import plain_kernels
 from dsde.device.staging import Layout
 from dsde.drafting.kernels import NUM_REREAD, advance
+from dsde.drafting.solo_kernels import SoloState, go_deeper, lay_out
 from dsde.models.batch import BLOCK_SIZE
 
 HAS_CUDA = torch.cuda.is_available()
@@ -37,6 +40,73 @@ def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int)
     arrays["emitted_start"][0], arrays["emitted_width"][0] = padded, 4
     verdict = torch.from_numpy(rng.integers(0, 4, padded * 5, dtype=np.int32))
     on_device = words.to(DEVICE, copy=True)
-    advance(layout.views(on_device), verdict.to(DEVICE), TABLE_WIDTH)
-    plain_kernels.advance(arrays, verdict, TABLE_WIDTH)
+    heads, plain_heads = torch.zeros((padded, 3), dtype=torch.int32, device=DEVICE), torch.zeros(padded, 3).int()
+    advance(layout.views(on_device), verdict.to(DEVICE), heads, TABLE_WIDTH)
+    plain_kernels.advance(arrays, verdict, plain_heads, TABLE_WIDTH)
     assert torch.equal(on_device.cpu(), words)
+    assert torch.equal(heads.cpu(), plain_heads)
+
+
+@pytest.mark.parametrize(("num_seqs", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4)])
+@pytest.mark.parametrize("depth", [0, 1, 6])
+def test_a_draft_goes_deeper(num_seqs: int, padded: int, depth: int) -> None:
+    rng = np.random.default_rng(num_seqs + 10 * depth)
+    sizes = dict.fromkeys(("tokens", "sources", "positions", "slots", "contexts", "caps", "modes", "counters"), padded)
+    sizes |= dict.fromkeys(("places", "may_go_on"), padded)
+    sizes |= {"tables": padded * TABLE_WIDTH, "costs": 48, "rule_numbers": 7, "depth": 1, "first_row": 1, "count": 1}
+    layout = Layout(sizes)
+    words = torch.from_numpy(rng.integers(0, 3, layout.num_words, dtype=np.int32))
+    arrays = layout.views(words)
+    arrays["costs"][:] = torch.from_numpy(rng.random(48).astype(np.float32))
+    arrays["caps"][:] = torch.from_numpy(rng.integers(1, 10, padded))
+    arrays["tables"][:] = torch.from_numpy(rng.permutation(padded * TABLE_WIDTH))
+    arrays["count"][0], arrays["depth"][0] = num_seqs, depth
+    state = some_state(rng, padded)
+    on_device = words.to(DEVICE, copy=True)
+    go_deeper(layout.views(on_device), moved(state), TABLE_WIDTH)
+    plain_kernels.go_deeper(arrays, state, TABLE_WIDTH)
+    assert torch.equal(on_device.cpu(), words)
+    assert arrays["depth"][0] == depth + 1
+
+
+@pytest.mark.parametrize(("num_seqs", "padded", "longest"), [(1, 1, 7), (1, 1, 15), (2, 2, 7), (3, 4, 7), (4, 4, 15)])
+def test_what_is_verified_is_laid_out(num_seqs: int, padded: int, longest: int) -> None:
+    rng = np.random.default_rng(num_seqs + longest)
+    most = padded * (longest + 1)
+    names = ("tokens", "sources", "positions", "slots", "row_sequences", "row_depths", "row_drafts")
+    sizes = dict.fromkeys(names, most) | {"starts": padded + 1, "tables": padded * TABLE_WIDTH}
+    sizes |= dict.fromkeys(("contexts", "judged_starts", "lengths", "modes", "counters"), padded)
+    sizes |= {"count": 1, "turn": 1, "sizes": 3}
+    layout = Layout(sizes)
+    for turn in (0, 1, 0):
+        words = torch.from_numpy(rng.integers(0, 3, layout.num_words, dtype=np.int32))
+        arrays = layout.views(words)
+        arrays["tables"][:] = torch.from_numpy(rng.permutation(padded * TABLE_WIDTH))
+        arrays["sizes"][:] = torch.tensor([most // 4, most // 2, most])
+        arrays["count"][0], arrays["turn"][0] = num_seqs, turn
+        state = some_state(rng, padded)
+        state.lengths[:] = torch.from_numpy(rng.integers(0, longest + 1, padded))
+        on_device = words.to(DEVICE, copy=True)
+        fits, told = torch.full((3,), 7, dtype=torch.int32), torch.zeros((2, 1 + padded), dtype=torch.int32)
+        fits_there, told_there = fits.to(DEVICE, copy=True), told.to(DEVICE, copy=True)
+        lay_out(layout.views(on_device), moved(state), fits_there, told_there, TABLE_WIDTH, longest)
+        plain_kernels.lay_out(arrays, state, fits, told, TABLE_WIDTH, longest)
+        there = layout.views(on_device.cpu())
+        num_rows = int(arrays["starts"][-1])
+        for name, array in arrays.items():  # of rows that nobody reads nothing but that is said
+            end = num_rows if name == "row_depths" else None
+            assert there[name][:end].tolist() == array[:end].tolist(), name
+        assert torch.equal(fits_there.cpu(), fits)
+        assert torch.equal(told_there.cpu(), told)
+        assert fits.sum() == 1
+
+
+def some_state(rng: np.random.Generator, num_seqs: int) -> SoloState:
+    state = SoloState.blank(num_seqs, torch.device("cpu"))
+    state.heads[:] = torch.from_numpy(rng.integers(1, TABLE_WIDTH * BLOCK_SIZE - 16, (num_seqs, 3)))
+    state.num_passes[0] = 5
+    return state
+
+
+def moved(state: SoloState) -> SoloState:
+    return SoloState(*(getattr(state, field.name).to(DEVICE) for field in fields(state)))

@@ -17,7 +17,7 @@ _ALIGNMENT = 4
 FLOATS = frozenset(
     {
         *("inv_temperatures", "top_ps", "min_ps", "klds", "entropies"),
-        *("bounds", "outlooks", "rule_numbers", "first_bounds", "first_outlooks", "first_rule_numbers"),
+        *("bounds", "outlooks", "rule_numbers", "first_bounds", "first_outlooks", "first_rule_numbers", "costs"),
     }
 )
 """names of arrays that hold float32; all others hold int32"""

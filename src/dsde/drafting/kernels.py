@@ -14,6 +14,7 @@ from dsde.core.stops import LEAST_TOP_PROB, MOST_TOP_PROB, SMALLEST_PROB
 from dsde.device.launch import programmatic_launch
 from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
+from dsde.drafting.solo_kernels import SoloState
 from dsde.models.batch import BLOCK_SIZE
 from dsde.sampling.kernels import MATCH
 
@@ -30,12 +31,12 @@ _LEAST_TOP_PROB = tl.constexpr(LEAST_TOP_PROB)
 _MOST_TOP_PROB = tl.constexpr(MOST_TOP_PROB)
 
 
-def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, table_width: int) -> None:
+def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, heads: torch.Tensor, table_width: int) -> None:
     """Write tokens, positions, slots, contexts and counters of the sequences' last two tokens into a pass's arrays.
 
     `verdict` holds accepted counts from its beginning and rows of emitted tokens from arrays["emitted_start"] on, each
     arrays["emitted_width"] long. Sequence i is row judged[i] of it (-1: padding) and had num_tokens[i] tokens before,
-    the last of them last_tokens[i].
+    the last of them last_tokens[i]. `heads` are those of a `SoloState`.
     """
     pdl = programmatic_launch()
     _advance_kernel[(len(arrays["judged"]),)](
@@ -52,6 +53,7 @@ def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, table_width:
         arrays["positions"],
         arrays["slots"],
         arrays["contexts"],
+        heads,
         table_width,
         BLOCK=BLOCK_SIZE,
         PDL=pdl,
@@ -83,12 +85,17 @@ def step_on(arrays: dict[str, torch.Tensor], emitted: torch.Tensor, table_width:
 
 
 def decide(
-    arrays: dict[str, torch.Tensor], signals: torch.Tensor, standings: torch.Tensor, decisions: torch.Tensor
+    arrays: dict[str, torch.Tensor],
+    signals: torch.Tensor,
+    standings: torch.Tensor,
+    decisions: torch.Tensor,
+    solo: SoloState | None = None,
 ) -> None:
     """Apply the rule in a pass's arrays (`Ruling.write`) to the tokens it drew, whose `signals` are in the draft store.
 
     `standings` [sequences, 2] is kept from pass to pass: the chance that a draft stands so far (negative: it has ended)
-    and its log-probability. `decisions` [2, at least as many as tokens] are words of a `Mailbox`.
+    and its log-probability. `decisions` [2, at least as many as tokens] are words of a `Mailbox`; where the device
+    makes the step alone nobody is told, and it is written into its state.
     """
     pdl = programmatic_launch()
     size = triton.next_power_of_2(len(arrays["places"]))
@@ -103,9 +110,14 @@ def decide(
         arrays["outlooks"],
         arrays["rule"],
         arrays["rule_numbers"],
+        arrays["depth"] if solo is not None else arrays["rule"],
+        solo.lengths if solo is not None else arrays["rule"],
+        solo.goes_on if solo is not None else arrays["rule"],
+        solo.num_passes if solo is not None else arrays["rule"],
         len(arrays["places"]),
         decisions.stride(0),
         SIZE=size,
+        SOLO=solo is not None,
         PDL=pdl,
         num_warps=min(8, max(1, size // 32)),
         launch_pdl=pdl,
@@ -124,9 +136,14 @@ def _decide_kernel(
     outlooks: tl.tensor,
     rule: tl.tensor,
     rule_numbers: tl.tensor,
+    depth: tl.tensor,
+    lengths: tl.tensor,
+    someone_goes_on: tl.tensor,
+    num_passes: tl.tensor,
     count: tl.tensor,
     decisions_stride: tl.tensor,
     SIZE: tl.constexpr,
+    SOLO: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
@@ -173,11 +190,17 @@ def _decide_kernel(
 
     tl.store(standings + 2 * sequence, tl.where(goes_on, stands, -1.0), mask=here)
     tl.store(standings + 2 * sequence + 1, log_prob, mask=here)
-    decision = tl.where(goes_on, _GOES_ON, tl.where(kept, _KEPT, 0))
-    number = tl.load(rule + 3).to(tl.int64)
-    decisions += (number % 2) * decisions_stride
-    # Write-through: the host is waiting for it.
-    tl.store(decisions + tokens, (number << 32) | decision.to(tl.int64), mask=here, cache_modifier=".wt")
+    if SOLO:
+        drawn = tl.load(depth)
+        tl.store(lengths + sequence, drawn + kept.to(tl.int32), mask=alive & (goes_on == 0))
+        tl.store(someone_goes_on, (tl.sum(goes_on.to(tl.int32)) > 0).to(tl.int32))
+        tl.store(num_passes, drawn + 1)
+    else:
+        decision = tl.where(goes_on, _GOES_ON, tl.where(kept, _KEPT, 0))
+        number = tl.load(rule + 3).to(tl.int64)
+        decisions += (number % 2) * decisions_stride
+        # Write-through: the host is waiting for it.
+        tl.store(decisions + tokens, (number << 32) | decision.to(tl.int64), mask=here, cache_modifier=".wt")
 
 
 @triton.jit(do_not_specialize=["emitted_stride", "table_width"])
@@ -226,6 +249,7 @@ def _advance_kernel(
     positions: tl.tensor,
     slots: tl.tensor,
     contexts: tl.tensor,
+    heads: tl.tensor,
     table_width: tl.tensor,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -250,6 +274,9 @@ def _advance_kernel(
     tl.store(positions + 2 * sequence + newest, position)
     tl.store(slots + 2 * sequence + newest, block * BLOCK + position % BLOCK)
     tl.store(contexts + sequence, context)
+    tl.store(heads + 3 * sequence, context)
+    tl.store(heads + 3 * sequence + 1, tl.load(emitted + accepted))
+    tl.store(heads + 3 * sequence + 2, accepted + 1)
     # A seeded sequence's noise belongs to the position, which only now is known.
     is_seeded = tl.load(modes + sequence) == MATCH
     counter = tl.load(counters + sequence)

@@ -15,6 +15,7 @@ from dsde.device.staging import Layout, Sheet
 from dsde.drafting.draft_store import GrowingDraft, IntArray
 from dsde.drafting.kernels import decide
 from dsde.drafting.ruling import Arrays, Ruling, ruling_sizes
+from dsde.drafting.solo_kernels import SoloState
 from dsde.models.buckets import power_of_2
 
 
@@ -58,8 +59,8 @@ class Referee:
         planned."""
         self.write(call, host, draft, draft.members, draft.depth, draft.rows[draft.members, draft.depth])
 
-    def decide(self, arrays: dict[str, torch.Tensor], signals: torch.Tensor) -> None:
-        decide(arrays, signals, self._standings, self.mailbox.words)
+    def decide(self, arrays: dict[str, torch.Tensor], signals: torch.Tensor, solo: SoloState | None = None) -> None:
+        decide(arrays, signals, self._standings, self.mailbox.words, solo)
 
     def decide_now(self, call: Call, draft: GrowingDraft, signals: torch.Tensor) -> None:
         """On first tokens, where no pass follows that would do it."""

@@ -73,6 +73,13 @@ class Ruling:
         expected = (self.usual[sequences] > num_drafted) | np.isposinf(self.bounds[sequences])
         return int(np.count_nonzero(expected))
 
+    def costs(self, num_depths: int) -> NDArray[np.float32]:
+        """[depths, 3] what the rule asks of a token by how far into its draft it is."""
+        if self._costs is None:
+            return np.zeros((num_depths, 3), dtype=np.float32)
+        with np.errstate(over="ignore"):
+            return np.array([self._costs(depth) for depth in range(num_depths)], dtype=np.float32)
+
     def write(
         self, host: Arrays, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int
     ) -> None:

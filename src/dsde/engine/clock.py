@@ -45,9 +45,11 @@ class Timing:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.begun, self.drafted, self.judged, self.ahead = (Moment(device) for _ in range(4))
+        self.begun, self.drafted, self.judged, self.reads, self.ahead = (Moment(device) for _ in range(5))
         self.has_begun = False
         self.has_read_ahead = False
+        self.was_left = False
+        """the device may have waited before the draft read ahead"""
         self.before: Timing | None = None
         """the step that this one follows on"""
 
@@ -56,6 +58,11 @@ class Timing:
         if not self.has_begun:
             self.begun.record()
             self.has_begun = True
+
+    def resume(self) -> None:
+        """The device is about to hear that the draft reads ahead, some time behind the verdict."""
+        self.reads.record()
+        self.was_left = True
 
     def read_ahead(self) -> None:
         self.ahead.record()
@@ -69,9 +76,12 @@ class Timing:
         if self.before is not None:
             ended = self.before.judged
             if self.before.has_read_ahead:
+                if self.before.was_left:
+                    idle = max(ended.until(self.before.reads), 0.0)
+                    ended = self.before.reads
+                draft += ended.until(self.before.ahead)
                 ended = self.before.ahead
-                draft += self.before.judged.until(ended)
-            idle = max(ended.until(self.begun), 0.0)
+            idle += max(ended.until(self.begun), 0.0)
         if read is None:
             return Seconds(draft, self.drafted.until(self.judged), 0.0, idle)
         return Seconds(draft, self.drafted.until(read), read.until(self.judged), idle)
@@ -89,7 +99,7 @@ class Clock:
         """For a step that is about to be queued."""
         timing = self._timings[self._next]
         self._next = (self._next + 1) % len(self._timings)
-        timing.has_begun = timing.has_read_ahead = False
+        timing.has_begun = timing.has_read_ahead = timing.was_left = False
         timing.before, self._last = self._last, timing
         return timing
 

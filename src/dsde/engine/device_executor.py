@@ -2,7 +2,8 @@
 
 Draft, target and verdict follow each other on the device without the host, and the device does not wait for it between
 steps either: a draft reads on straight behind the verdict, and where nobody drafts the next step is queued before this
-one is over. A rule that stops drafts midway is applied on the device, and the host waits for its decisions alone.
+one is over. A rule that stops drafts midway is applied on the device, and the host waits for its decisions alone; with
+few sequences it does not even wait for those (`solo.py`).
 Requests whose logits are edited by their own tokens (penalties, bias, minimum length) and a consultant, which is not
 lossless, need the host to look at every token; a step with one of them goes the host's way. Knows nothing of policies.
 """
@@ -20,16 +21,18 @@ from numpy.typing import NDArray
 from dsde.core.params import LONGEST_DRAFT
 from dsde.core.sequence import Sequence
 from dsde.core.stops import SIGNALS
+from dsde.device import program
 from dsde.device.staging import Sheet
 from dsde.drafting import ModelDrafter
-from dsde.drafting.device import DeviceDrafter, draws_of
+from dsde.drafting.device import LONGEST_SOLO, DeviceDrafter, SoloRule, draws_of
 from dsde.drafting.draft_store import DeviceProposals, Drafts
 from dsde.drafting.kernels import step_on
 from dsde.drafting.sequence_table import SequenceTable, draw_sizes
 from dsde.drafting.signals import SURE
 from dsde.engine.clock import Clock, Moment, Timing
-from dsde.engine.executor import DraftWish, Flight, HostExecutor, Landing, judged_sequences, propose
+from dsde.engine.executor import MOST_ALONE, DraftWish, Flight, HostExecutor, Landing, judged_sequences, propose
 from dsde.engine.scheduler import Schedule, blocks_for
+from dsde.engine.solo import Solo, SoloVerifier, most_alone, most_rows, solo_rule
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2
@@ -47,8 +50,8 @@ class _Read:
 
     logits: torch.Tensor
     findings: Findings
-    moment: Moment
-    """when the logits were there"""
+    moment: Moment | None
+    """when the logits were there; None: nobody knows"""
 
 
 @dataclass(slots=True)
@@ -71,6 +74,8 @@ class DeviceFlight:
 
     is_followed: bool = False
     """another step has been queued that writes to the same places"""
+    solo: Solo | None = None
+    """what the device makes alone; until it has landed nobody knows what was drafted"""
 
     @property
     def num_catch_up_tokens(self) -> IntArray | None:
@@ -139,6 +144,8 @@ class _Variant(NamedTuple):
     point_mass: bool
     longest: int
     """most drafted tokens of a sequence; with the one behind them mostly a power of two"""
+    is_solo: bool = False
+    """a part of a program, in which no moment can be recorded"""
 
 
 class DeviceExecutor:
@@ -162,6 +169,15 @@ class DeviceExecutor:
         else:
             self.drafts = Drafts(1, self.model.dtype, tokens)
         self.passes = PassRunner(self.model.heads, tokens, self._body)
+        self.solos: SoloVerifier | None = None
+        if self.drafter is not None and program.can_run(self.device):
+            self.solos = SoloVerifier(self.passes, self.drafter.state)
+        self.makes_solos = True
+        self.num_solos = 0
+        """steps that the device made alone, and that counted"""
+        self.num_dropped = 0
+        """those that did not"""
+        self._solo: Solo | None = None
         self.clock = Clock(self.device)
         rates = host.synthetic_acceptance
         self._rates = None if rates is None else torch.from_numpy(table(rates, LONGEST_DRAFT)).to(self.device)
@@ -185,6 +201,12 @@ class DeviceExecutor:
         if is_consulted or self.table.any_edited(sequences, slots):
             self._forget()
             return self.host.launch(work, wish, scored)
+        solo, self._solo = self._solo, None
+        if solo is not None and solo.is_wanted(work, wish, self.drafts.num_moves):
+            return self._take_solo(solo, work, slots, wish)
+        if solo is not None:
+            self.num_dropped += 1
+            self.clock.forget()  # nobody waited meanwhile
         timing = self.clock.start()
 
         def prepare(proposals: DeviceProposals) -> _Prepared:
@@ -197,10 +219,96 @@ class DeviceExecutor:
         can_foresee = wish.budget is None and not work.prefills
         verification = _Verification(prepare, lambda prepared: self._queue(prepared, timing), self.drafts, can_foresee)
         proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish, timing, verification)
-        return self._verify(work, slots, wish, proposals, known, verification.of(proposals), timing)
+        flight = self._verify(work, slots, wish, proposals, known, verification.of(proposals), timing)
+        flight.is_padded = flight.is_padded or solo is not None  # its draft began before anybody looked at the clock
+        return flight
+
+    def _take_solo(self, solo: Solo, work: Schedule, slots: IntArray, wish: DraftWish) -> DeviceFlight:
+        """The step has been made already."""
+        flight = solo.flight
+        flight.wish = wish
+        assert self.drafter is not None
+        self.drafter.forget_ahead()
+        self.num_solos += 1
+        self._look_ahead(work, slots, flight, solo.caps)
+        return flight
+
+    def _look_ahead(self, work: Schedule, slots: IntArray, flight: DeviceFlight, num_drafted: IntArray) -> None:
+        """While the host looks at the verdict the device makes the next step, or the draft reads what stood. Drafts of
+        this step have these lengths, at most."""
+        if self.drafter is None or flight.proposals.is_caught_up is None:
+            return
+        if not self._queue_solo(work, slots, flight, num_drafted):
+            self._read_ahead(work.decodes, slots[: len(work.decodes)], flight, num_drafted)
+
+    def _queue_solo(self, work: Schedule, slots: IntArray, flight: DeviceFlight, num_drafted: IntArray) -> bool:
+        """The step after `flight`, whose verdict nobody has seen, if the device can make it alone."""
+        drafter, solos, wish, caught_up = self.drafter, self.solos, flight.wish, flight.proposals.is_caught_up
+        if drafter is None or solos is None or not self.makes_solos or caught_up is None or not caught_up.all():
+            return False
+        max_context = drafter.model.config.max_position_embeddings
+        rule = solo_rule(work, wish, num_drafted, most_alone(self.passes), max_context)
+        if rule is None or drafter.needs_room(len(work.decodes) * (LONGEST_SOLO + 1), 0):
+            return False
+        self._make_room(most_rows())
+        decodes, most = work.decodes, int(num_drafted.max())
+        # Before the first pass: whatever is compiled now leaves its marks on what the device keeps.
+        draft = drafter.draft_alone(decodes, slots, rule, most + 1)
+        num_tokens = np.array([len(s.tokens) for s in decodes], dtype=np.int64)
+        context = int((num_tokens + num_drafted + 1 + rule.caps).max())
+        variant = self._variant(slots, rule.caps, point_mass=False, in_parts=True)._replace(is_solo=True)
+        turn = solos.next_turn()
+        entry, sheet = solos.prepare(
+            decodes,
+            self.table.tables(slots, -(-context // BLOCK_SIZE)),
+            rule.longest,
+            context,
+            variant,
+            lambda shape: _more_arrays(shape, shape.num_rows, shape.num_seqs),
+            turn,
+        )
+        counters = self.table.counters(decodes, variant.sampled or self._rates is not None, num_steps_later=1)
+        self.table.write_draws(sheet, slots, counters)
+
+        flight.timing.resume()
+        if not self._read_ahead(decodes, slots, flight, num_drafted, rule):
+            return False
+        timing = self.clock.start()
+        timing.begin()
+        drafter.run_alone(draft)
+        timing.drafted.record()
+        self.passes.load(entry, sheet)
+        assert entry.program is not None
+        entry.program.run()
+        read: _Read = entry.result
+        answer = self._fetch(read.findings, flight.answer)
+        proposals = DeviceProposals.nothing(len(decodes))
+        if wish.wants_signals:
+            proposals.signals = self.drafts.fetch_signals(len(decodes) * int(rule.caps.max()), wait=False)
+        timing.judged.record()
+        is_cold, is_padded = self._count_unusual(has_drafts=True)
+        proposals.is_caught_up = caught_up
+        following = DeviceFlight(
+            decodes,
+            np.zeros(len(decodes), dtype=np.int64),
+            wish,
+            proposals,
+            0,
+            entry,
+            read,
+            answer,
+            timing,
+            self._finish_solo,
+            context,
+            is_cold,
+            is_padded,
+        )
+        blocks = [sequence.block_table[: -(-context // BLOCK_SIZE)] for sequence in decodes]
+        self._solo = following.solo = Solo(following, rule.caps, turn, blocks, self.drafts.num_moves)
+        return True
 
     def follow(self, flight: Flight) -> Flight | None:
-        if not isinstance(flight, DeviceFlight) or flight.drafted.any():
+        if not isinstance(flight, DeviceFlight) or flight.drafted.any() or flight.solo is not None:
             return None
         entry = flight.entry
         has_room = flight.longest_context < entry.shape.table_width * BLOCK_SIZE
@@ -241,6 +349,7 @@ class DeviceExecutor:
 
     def _forget(self) -> None:
         """What comes next does not follow on the last step."""
+        self._solo = None
         self.clock.forget()
         if self.drafter is not None:
             self.drafter.forget_ahead()
@@ -261,7 +370,10 @@ class DeviceExecutor:
             return DeviceProposals.nothing(len(decodes)), None
         if self.drafter is not None:
             # With a rule most drafts end early: there is room for what is drafted when it is drafted.
-            self.drafter.make_room(int(lengths.sum()) if wish.stop is None else len(decodes), len(decodes))
+            num_rows = int(lengths.sum()) if wish.stop is None else len(decodes)
+            if wish.stop is not None and len(decodes) <= MOST_ALONE:
+                num_rows = len(decodes) * (LONGEST_SOLO + 1)  # in one place, however far they go
+            self.drafter.make_room(num_rows, len(decodes))
             drafts = self.drafter.propose(
                 decodes, slots, lengths, timing.begin, wish.stop, wish.is_watched, verification
             )
@@ -360,8 +472,7 @@ class DeviceExecutor:
         timing.judged.record()
         # Counted before the draft reads ahead, which is part of the next step.
         is_cold, is_padded = self._count_unusual(has_drafts=proposals.num_passes > 0)
-        self._read_ahead(work.decodes, slots[: len(work.decodes)], proposals, read.findings, timing)
-        return DeviceFlight(
+        flight = DeviceFlight(
             prepared.judged,
             prepared.drafted,
             wish,
@@ -376,6 +487,8 @@ class DeviceExecutor:
             is_cold,
             is_padded,
         )
+        self._look_ahead(work, slots, flight, proposals.lengths)
+        return flight
 
     def _count_unusual(self, has_drafts: bool) -> tuple[bool, bool]:
         """Whether there were cold passes since the last time, and larger ones than were asked for. A draft that read
@@ -391,17 +504,19 @@ class DeviceExecutor:
         self,
         decodes: list[Sequence],
         slots: IntArray,
-        proposals: DeviceProposals,
-        findings: Findings,
-        timing: Timing,
-    ) -> None:
-        """While the host looks at the verdict, the draft reads what stood."""
-        if self.drafter is None or proposals.is_caught_up is None:
-            return
-        places = (int(findings.emitted.storage_offset()), findings.emitted.shape[1])
-        caught_up = proposals.is_caught_up
-        if self.drafter.read_ahead(decodes, slots, proposals.lengths, caught_up, self._findings, places):
-            timing.read_ahead()
+        flight: DeviceFlight,
+        num_drafted: IntArray,
+        rule: SoloRule | None = None,
+    ) -> bool:
+        """While the host looks at the verdict, the draft reads what stood; False: there is nobody for it."""
+        emitted, caught_up = flight.read.findings.emitted, flight.proposals.is_caught_up
+        assert self.drafter is not None
+        assert caught_up is not None
+        places = (int(emitted.storage_offset()), emitted.shape[1])
+        if not self.drafter.read_ahead(decodes, slots, num_drafted, caught_up, self._findings, places, rule):
+            return False
+        flight.timing.read_ahead()
+        return True
 
     def _variant(self, slots: IntArray, drafted: IntArray, point_mass: bool, in_parts: bool) -> _Variant:
         if len(slots) == 0:
@@ -418,8 +533,10 @@ class DeviceExecutor:
         logits = self._logits[: shape.num_rows]
         if shape.num_rows:
             self.model.logits(hidden, entry.batch.logit_rows, out=logits)
-        moment = Moment(self.device)
-        moment.record()
+        moment = None
+        if not variant.is_solo:
+            moment = Moment(self.device)
+            moment.record()
         findings = Findings.within(self._findings, len(arrays["lengths"]), variant.longest)
         if len(arrays["lengths"]):
             judgement = Judgement(
@@ -455,6 +572,20 @@ class DeviceExecutor:
         answer = answers[answers[0] is taken]
         answer.buffer.copy_(findings.buffer[: len(answer.buffer)], non_blocking=True)
         return answer
+
+    def _finish_solo(self, flight: DeviceFlight) -> Landing:
+        solo, solos = flight.solo, self.solos
+        assert solo is not None
+        assert solos is not None
+        flight.timing.judged.wait()
+        signals = flight.proposals.signals
+        flight.proposals = solo.proposals(solos.told[solo.turn].numpy())
+        flight.proposals.signals = signals
+        flight.drafted = flight.proposals.lengths
+        flight.num_judged_rows = int(flight.drafted.sum()) + len(flight.judged)
+        for sequence, length in zip(flight.judged, flight.drafted.tolist(), strict=True):
+            sequence.num_draft_computed = len(sequence.tokens) + max(length - 1, 0)
+        return self._finish(flight)
 
     def _finish(self, flight: DeviceFlight) -> Landing:
         seconds = flight.timing.seconds(None if flight.is_followed else flight.read.moment)

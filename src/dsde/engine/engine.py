@@ -281,7 +281,6 @@ class Engine:
         times.append(time.perf_counter())
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
         flight = self.executor.launch(work, self._wish(work.decodes, plan), scored)
-        self._count_drafts(work.decodes, plan, flight)
         self.metrics.num_host_steps += self.executor.is_asynchronous and isinstance(flight, HostFlight)
         self.metrics.schedule_s += times[1] - times[0]
         self.metrics.plan_s += times[2] - times[1]
@@ -294,6 +293,7 @@ class Engine:
         seconds = landing.seconds
         count = len(step.work.decodes)
         drafted = step.flight.drafted[:count]
+        self._count_drafts(step.work.decodes, step.plan, step.flight)
         is_recorded = self._num_traced > 0 or self.watched
         expected = expect_seconds(self.policy, step.plan, drafted, landing) if is_recorded else None
         self.planner.observe(step.plan, drafted, step.flight.num_catch_up_tokens, landing)
@@ -350,6 +350,7 @@ class Engine:
             self.planner.needs_token_probs,
             self.planner.needs_draft_signals,
         )
+        wish.is_steady = not self.scheduler.has_room and all(s.params.logprobs is None for s in decodes)
         if plan.plan is not None:
             wish.budget = plan.plan.budget
             wish.consultant, wish.chosen = plan.plan.consultant, plan.rows
@@ -376,8 +377,8 @@ class Engine:
         if flight.num_catch_up_tokens is not None:
             self.metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens.sum())
             for i in np.flatnonzero(flight.num_catch_up_tokens):
-                metrics = self.requests[decodes[i].request_id].metrics
-                metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens[i])
+                if (request := self.requests.get(decodes[i].request_id)) is not None:  # not aborted meanwhile
+                    request.metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens[i])
 
     def _wants_klds(self, decodes: list[Sequence]) -> bool:
         return (

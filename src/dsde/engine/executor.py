@@ -28,6 +28,10 @@ from dsde.verification.synthetic import SyntheticRates
 
 IntArray = NDArray[np.int64]
 
+MOST_ALONE = 4
+"""Sequences of a step that a device makes without the host, at most: if one of them ends it was in vain, and the more
+there are the oftener that happens."""
+
 
 @dataclass(slots=True)
 class Seconds:
@@ -58,6 +62,8 @@ class DraftWish:
     consultant: Consultant | None = None
     chosen: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """sequences that budget and consultant are for: those whose length the policy chose"""
+    is_steady: bool = False
+    """whether the next step is taken to be for the same sequences, and nobody wants to see logits afterwards"""
 
     @property
     def wants_signals(self) -> bool:
@@ -121,6 +127,8 @@ class Flight(Protocol):
 class Executor(Protocol):
     is_asynchronous: bool
     """whether `launch` returns before the step is done"""
+    makes_solos: bool
+    """whether a device may make steps before they are planned, if it can"""
 
     @property
     def num_ahead(self) -> int:
@@ -171,6 +179,7 @@ class HostFlight:
 
 class HostExecutor:
     is_asynchronous = False
+    makes_solos = False
     num_ahead = 0
 
     def __init__(

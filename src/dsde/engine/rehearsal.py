@@ -2,8 +2,8 @@
 
 On a GPU the first passes of a shape are many times as slow as all later ones, since they are captured, and a step whose
 kernels have to be compiled takes up to seconds. So batches of many sizes go through what a policy may ask for: nobody
-drafts, or everybody, or a few of many whose drafts have something to read first; drafts go on, or a rule ends them; and
-somebody joins meanwhile.
+drafts, or everybody, or a few of many whose drafts have something to read first; drafts go on, or a rule ends them,
+with or without the host; and somebody joins meanwhile.
 Nothing of it is left but shapes. Knows nothing of these, nor of the policy that comes after it but which signals it
 needs.
 """
@@ -23,6 +23,7 @@ from dsde.core.sequence import Sequence
 from dsde.core.stops import StopByWorth
 from dsde.drafting.foresight import Foresight
 from dsde.engine.engine import Engine
+from dsde.engine.executor import MOST_ALONE
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.planning import Planner
 from dsde.engine.scheduler import blocks_for
@@ -78,6 +79,8 @@ ACTS = (
 )
 
 
+ACTS_ALONE = (Act(length=16, usual=8), Act(length=8, usual=2))
+"""of few, that the device goes through without the host"""
 ACTS_WITH_COMPANY = (NOBODY, *(Act(length) for length in (8, 4, 2, 1)))
 """while somebody joins"""
 NUM_OF_COMPANY = (BLOCK_SIZE, 4 * BLOCK_SIZE, 16 * BLOCK_SIZE)
@@ -153,11 +156,13 @@ def _played(engine: Engine, script: Script) -> Iterator[None]:
     runners = [owner.passes for owner in (engine.executor, drafter) if owner is not None and hasattr(owner, "passes")]
     for runner in runners:
         runner.makes_do = False
+    engine.executor.makes_solos = False  # what the host does without them is rehearsed as well
     try:
         yield
     finally:
         for runner in runners:
             runner.makes_do = True
+        engine.executor.makes_solos = True
         try:
             _disperse(engine)  # lands what is under way
         finally:
@@ -189,6 +194,15 @@ def _perform(engine: Engine, script: Script, size: int, params: SamplingParams, 
             for _ in range(num_steps):
                 _step(engine)
     _disperse(engine)
+    if engine.drafter is not None and size <= MOST_ALONE and len(acts) > 1:
+        engine.executor.makes_solos = True
+        for act in ACTS_ALONE:
+            _gather(engine, script, size, params)
+            script.act = act
+            for _ in range(2 * NUM_STEPS):
+                _step(engine)
+            _disperse(engine)
+        engine.executor.makes_solos = False
 
 
 def _perform_with_company(engine: Engine, script: Script, size: int) -> None:

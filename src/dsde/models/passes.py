@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dsde.device.program import Program, Work
 from dsde.device.staging import Layout, Sheet
 from dsde.models.batch import BLOCK_SIZE, Heads, PackedBatch
 from dsde.models.buckets import MOST_GRAPH_TOKENS, bucket, context_bucket, power_of_2, ragged_bucket
@@ -42,6 +43,9 @@ MOST_PADDING = 2
 MOST_PADDED = 16
 """passes that such a graph does for one of the right size, before that is captured: to do so takes as long as tens of
 passes, and padding up to a third of each"""
+
+_NOBODY = frozenset({"slots", "sources", "items", "modes", "judged", "places", "row_sequences", "row_drafts"})
+"""arrays in which -1 means that there is nothing to do"""
 
 
 @contextmanager
@@ -146,6 +150,8 @@ class Pass:
     underway: Generator[None, None, Any] | None = None
     """of a pass that has been begun and is not captured"""
     result: Any = None
+    program: Program | None = None
+    """of which it is a part; gone when its memory is"""
 
     @property
     def is_captured(self) -> bool:
@@ -233,6 +239,27 @@ class PassRunner:
         self._shapes[key] = shape
         return self._at_hand(shape) if changes else shape
 
+    def shape_of(
+        self, num_tokens: int, num_seqs: int, longest: int, context: int, takes_all_rows: bool, variant: tuple[Any, ...]
+    ) -> PassShape:
+        """That of a pass for exactly so many tokens and sequences, of up to `longest` tokens each, in a program."""
+        heads = self.heads
+        per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
+        num_items = attention.num_items_bound(num_tokens, num_seqs, per_item)
+        room = context_bucket(context)
+        return PassShape(
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            num_rows=num_tokens if takes_all_rows else num_seqs,
+            takes_all_rows=takes_all_rows,
+            table_width=room // BLOCK_SIZE,
+            queries_per_item=per_item,
+            num_items=num_items,
+            num_splits=heads.num_splits(num_seqs if longest <= per_item else num_items, room, longest, self.device),
+            is_graph=True,
+            variant=variant,
+        )
+
     def _is_captured(self, shape: PassShape) -> bool:
         entry = self._passes.get(shape)
         return entry is not None and entry.is_captured
@@ -317,21 +344,19 @@ class PassRunner:
         return entry, sheet
 
     def _make(self, shape: PassShape, more: dict[str, int]) -> Pass:
-        sizes = {
-            "tokens": shape.num_tokens,
-            "sources": shape.num_tokens,
-            "positions": shape.num_tokens,
-            "slots": shape.num_tokens,
-            "starts": shape.num_seqs + 1,
-            "contexts": shape.num_seqs,
-            "table_offsets": shape.num_seqs,
-            "tables": shape.num_seqs * shape.table_width,
-            "items": 2 * shape.num_items,
-            "logit_rows": 0 if shape.takes_all_rows else shape.num_rows,
-        }
-        layout = Layout({**sizes, **more})
+        layout = Layout({**_sizes(shape), **more})
         words = torch.empty(layout.num_words, dtype=torch.int32, device=self.device)
-        arrays = layout.views(words)
+        return self._over(shape, layout, words, layout.views(words))
+
+    def smaller(self, entry: Pass, shape: PassShape, sizes: dict[str, int]) -> Pass:
+        """A pass of another shape over the beginnings of the same arrays; `sizes` of the body's own that are shorter,
+        too. It is done within a program alone."""
+        kept = {name: array[: sizes.get(name, len(array))] for name, array in entry.arrays.items()}
+        return self._over(
+            shape, entry.layout, entry.words, {**kept, **{n: kept[n][:size] for n, size in _sizes(shape).items()}}
+        )
+
+    def _over(self, shape: PassShape, layout: Layout, words: torch.Tensor, arrays: dict[str, torch.Tensor]) -> Pass:
         work = attention.AttentionWork(
             starts=arrays["starts"],
             contexts=arrays["contexts"],
@@ -435,6 +460,21 @@ class PassRunner:
         # What is left of it holds the body's owner, which would not be gone before a garbage collection.
         entry.underway = None
 
+    def work_of(self, entry: Pass) -> Work:
+        """The pass as a part of a program, whatever its arrays will hold then. Leaves them as those of nobody."""
+        # As at a first time: with nothing to do, kernels are compiled.
+        blank = Sheet.blank(entry.layout, pinned=False)
+        for name in _NOBODY & blank.arrays.keys():
+            blank.arrays[name].fill(-1)
+        self.load(entry, blank)
+        _keep(entry, rest_of(self.body(entry)))
+        self.num_cold += 1
+        return self.work(lambda: _keep(entry, rest_of(self.body(entry))))
+
+    def work(self, do: Callable[[], None]) -> Work:
+        """Anything that has been done before, for a program."""
+        return self._graph_of(do, keep=True) if self.device.type == "cuda" else _Played(do)
+
     def can_repeat(self, entry: Pass) -> bool:
         """Whether a pass is done again at no more than the device's own cost."""
         return entry.graph is not None or self.device.type != "cuda"
@@ -466,8 +506,8 @@ class PassRunner:
             parts.append(self._graph_of(go_on))
         entry.parts = parts  # all of them or none
 
-    def _graph_of(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def _graph_of(self, work: Callable[[], None], keep: bool = False) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
         if self._stream is None:
             # Always the same: memory of the pool is used again only on the stream it was first used on.
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -489,6 +529,32 @@ class PassRunner:
         torch.cuda.current_stream().wait_stream(stream)
         self.num_captured += 1
         return graph
+
+
+class _Played:
+    """Work where there are no graphs."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self.replay = do
+
+    def raw_cuda_graph(self) -> int:
+        raise NotImplementedError("there are no graphs here")
+
+
+def _sizes(shape: PassShape) -> dict[str, int]:
+    """Of the arrays that every pass has."""
+    return {
+        "tokens": shape.num_tokens,
+        "sources": shape.num_tokens,
+        "positions": shape.num_tokens,
+        "slots": shape.num_tokens,
+        "starts": shape.num_seqs + 1,
+        "contexts": shape.num_seqs,
+        "table_offsets": shape.num_seqs,
+        "tables": shape.num_seqs * shape.table_width,
+        "items": 2 * shape.num_items,
+        "logit_rows": 0 if shape.takes_all_rows else shape.num_rows,
+    }
 
 
 def rest_of(body: Generator[None, None, Any]) -> Any:

@@ -1,0 +1,176 @@
+"""Steps that a device makes alone: the same drafts and texts as if the host had been asked, whatever happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dsde import SamplingParams
+from dsde.core.stops import Stop, StopByWorth
+from dsde.drafting.foresight import Foresight
+from dsde.engine import solo
+from dsde.engine.device_executor import DeviceExecutor
+from dsde.engine.engine import Engine
+from dsde.policies import BatchView, Plan
+from test_device_engine import (
+    DEVICE,
+    HAS_CUDA,
+    Ruled,
+    Way,
+    check_nothing_is_held,
+    check_same_outcomes,
+    kernels,
+    model,
+    random_work,
+    rule_by_worth,
+    tokens_of,
+    way,
+)
+from test_lossless_greedy import answers_together, check_same
+from tiny import make_engine, run
+
+pytest.importorskip("triton")
+__all__ = ["kernels", "way"]  # fixtures
+
+
+def executor_of(engine: Engine) -> DeviceExecutor:
+    assert isinstance(engine.executor, DeviceExecutor)
+    return engine.executor
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("draft", ["close", "far"])
+def test_drafts_end_where_they_do_with_a_host(way: Way, count: int, draft: str) -> None:
+    """Lengths, passes, signals and verdicts: all that a policy is told."""
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    work = [([3 + i, 1, 4, 1, 5][: 5 - i], params) for i in range(count)]
+    way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: False)
+    way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda *_: False)
+    outcomes, texts = [], []
+    for makes_solos in (True, False):
+        policy = Ruled(rule_of_many_lengths, length=7)
+        engine = make_engine(model("target", DEVICE), model(draft, DEVICE), policy, max_num_seqs=count)
+        executor = executor_of(engine)
+        executor.makes_solos = makes_solos
+        ids = [engine.add(*one) for one in work]
+        done = run(engine)
+        texts.append(tokens_of([done[name] for name in ids]))
+        outcomes.append(policy.outcomes)
+        assert (executor.num_solos > len(policy.outcomes) // 3) == makes_solos
+        check_nothing_is_held(engine)
+    assert texts[0] == texts[1] == tokens_of(way.alone(work))
+    # Near its end a request must have room for whatever may come, and drafts are cut earlier.
+    made = [[(outcome.drafted.tolist(), outcome.num_draft_passes) for outcome in each] for each in outcomes]
+    is_alike = [alone == asked for alone, asked in zip(*made, strict=False)]
+    num_alike = is_alike.index(False) if False in is_alike else len(is_alike)
+    assert num_alike > len(outcomes[1]) // 2
+    check_same_outcomes(outcomes[0][:num_alike], outcomes[1][:num_alike])
+    lengths = {int(length) for outcome in outcomes[0] for length in outcome.drafted}
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_text_is_the_targets_whatever_comes_and_goes(way: Way, seed: int, greedy: bool) -> None:
+    """Requests of all kinds that join, end and are preempted; plans that change their minds."""
+    work = random_work(seed=30 + seed, greedy=greedy, count=30 if HAS_CUDA else 10)
+    work = [(prompt, replace(params, max_tokens=20 * (1 + i % 3))) for i, (prompt, params) in enumerate(work)]
+    rule = rule_of_many_lengths
+    policy = Ruled(rule, rule, rule, None, rule, length=7)
+    rests = np.random.default_rng(seed)
+
+    def plan(batch: BatchView, plan=policy.plan) -> Plan:  # type: ignore[no-untyped-def]
+        return Plan.wanting(0, batch) if rests.random() < 0.1 else plan(batch)
+
+    policy.plan = plan  # type: ignore[method-assign]
+    engine = way.engine("close", policy, max_num_seqs=seed, max_num_batched_tokens=40)
+    alone = way.alone(work) if greedy else way.alone_on_device(work)
+    check_same(alone, answers_together(engine, work, seed=seed))
+    executor = executor_of(engine)
+    assert executor.num_solos >= 3
+    assert executor.num_dropped >= 1
+    check_nothing_is_held(engine)
+
+
+def test_a_step_that_others_took_the_memory_of_is_dropped(way: Way) -> None:
+    """Blocks beyond a request's tokens may be given to others, and it gets new ones."""
+    engine = way.engine("target", Ruled(rule_always, length=7), max_num_seqs=2)
+    executor = executor_of(engine)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    name = engine.add([1, 2, 3], params)
+    for _ in range(5):
+        engine.step()
+    assert executor._solo is not None
+    sequence = engine.requests[name].completions[0].sequence
+    before = executor.num_dropped
+    # Away with what lies beyond its tokens, and somebody else is given that.
+    engine.scheduler._keep(sequence, 0)
+    taken = engine.scheduler.pool.allocate(3)
+    engine.step()
+    engine.step()
+    assert executor.num_dropped == before + 1
+    engine.scheduler.pool.release(taken)
+    done = run(engine)
+    assert tokens_of([done[name]]) == tokens_of(way.alone([([1, 2, 3], params)]))
+
+
+def test_whoever_wants_to_see_logits_keeps_the_host_busy(way: Way) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
+    work = [([5, 6, 7], params)]
+    engine = way.engine("close", Ruled(rule_by_worth))
+    (alone,) = way.alone(work)
+    (output,) = answers_together(engine, work, seed=0)
+    assert executor_of(engine).num_solos == 0
+    for mine, expected in zip(output.outputs[0].logprobs or [], alone.outputs[0].logprobs or [], strict=True):
+        assert mine.keys() == expected.keys()
+
+
+def test_rules_of_the_moment_are_not_used_for_another(way: Way) -> None:
+    """One that does not say what it expects is meant for its own step."""
+
+    def rule(count: int) -> Stop:
+        return replace(rule_by_worth(count), usual=None)  # type: ignore[type-var]
+
+    engine = way.engine("close", Ruled(rule))
+    work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=24))]
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    assert executor_of(engine).num_solos == 0
+
+
+def rule_of_many_lengths(count: int) -> Stop:
+    outlooks = np.linspace(0.7, 0.9, count)
+    return StopByWorth(
+        np.array([-0.8, 2.0, 1.0]), np.full(count, 2.2), outlooks, 0.2, 0.2, 0.1, np.full(count, 2), 0.05
+    )
+
+
+def rule_always(count: int) -> Stop:
+    """Everybody drafts as far as may be."""
+    return StopByWorth(np.zeros(3), np.full(count, 50.0), np.full(count, 0.99), 0.01, 0.01, 0.01, np.full(count, 3))
+
+
+@pytest.mark.parametrize("usual", [3, 6])
+def test_long_drafts_have_room(way: Way, usual: int) -> None:
+    """Up to 7 tokens, or 15 where drafts are long; and a request ends with exactly as many as it may have."""
+
+    def rule(count: int) -> Stop:
+        return replace(rule_always(count), usual=np.full(count, usual))  # type: ignore[type-var]
+
+    policy = Ruled(rule, length=20)
+    engine = way.engine("target", policy, max_num_seqs=1)
+    work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=101, ignore_eos=True))]
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    executor = executor_of(engine)
+    longest = min(15 if usual == 6 else 7, solo.most_alone(executor.passes))
+    assert executor.num_solos >= 2
+    assert sum(int(outcome.drafted[0]) == longest for outcome in policy.outcomes) >= executor.num_solos - 1
+
+
+def test_kernels_make_steps_alone(kernels: Way) -> None:
+    """The real ones, interpreted where there is no device."""
+    engine = kernels.engine("close", Ruled(rule_by_worth, length=3), max_num_seqs=2)
+    work = [([3 + i, 1, 4], SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)) for i in range(2)]
+    check_same(kernels.alone(work), answers_together(engine, work, seed=0))
+    assert executor_of(engine).num_solos > 1

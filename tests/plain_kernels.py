@@ -22,7 +22,7 @@ from dsde.device import backend
 from dsde.drafting import signals
 from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
-from dsde.drafting.solo_kernels import SoloState
+from dsde.drafting.solo_kernels import GONE, NUM_ENDS, SoloState
 from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.kernels import attention, embedding, rotary
@@ -53,21 +53,22 @@ def install(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
     monkeypatch.setattr(kernels, "exponentials", exponentials)
     if with_graphs:
         monkeypatch.setattr(backend, "num_multiprocessors", lambda _: 4)
-        monkeypatch.setattr(passes.PassRunner, "shape", shape_on_a_device)
+        monkeypatch.setattr(passes.PassRunner, "shape", on_a_device(passes.PassRunner.shape))
+        monkeypatch.setattr(passes.PassRunner, "shape_of", on_a_device(passes.PassRunner.shape_of))
         monkeypatch.setattr(passes.PassRunner, "_capture", pretend_to_capture)
         monkeypatch.setattr(passes.PassRunner, "_capture_parts", pretend_to_capture_parts)
         monkeypatch.setattr(passes.PassRunner, "can_repeat", lambda _, entry: entry.graph is not None)
 
 
-_shape = passes.PassRunner.shape
+def on_a_device(shape: Callable[..., passes.PassShape]) -> Callable[..., passes.PassShape]:
+    def shape_on_a_device(self: passes.PassRunner, *args: Any, **kwargs: Any) -> passes.PassShape:
+        device, self.device = self.device, SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        try:
+            return shape(self, *args, **kwargs)
+        finally:
+            self.device = device
 
-
-def shape_on_a_device(self: passes.PassRunner, *args: Any, **kwargs: Any) -> passes.PassShape:
-    device, self.device = self.device, SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    try:
-        return _shape(self, *args, **kwargs)
-    finally:
-        self.device = device
+    return shape_on_a_device
 
 
 def pretend_to_capture(self: passes.PassRunner, entry: passes.Pass) -> None:
@@ -213,14 +214,14 @@ def decide(
     sequences = arrays["standings"].tolist()
     codes = {}
     worths = {}
-    has_ended = set()
+    are_over = set()
     for token, place in enumerate(places):
         if place < 0:
             continue
         codes[token] = Decision.DROPPED
         stands, log_prob = (1.0, 0.0) if is_first else standings[sequences[token]].tolist()
         if stands < 0:
-            has_ended.add(token)
+            are_over.add(token)
             continue
         entropy, top_prob, margin, token_prob = found[place].tolist()
         assert not math.isnan(entropy), "a signal that nobody measured"
@@ -253,10 +254,11 @@ def decide(
             standings[sequences[token], 0] = -1.0
         if solo is None:
             decisions[number % 2, token] = (number << 32) | code
-        elif code != Decision.GOES_ON and token not in has_ended:
+        elif code != Decision.GOES_ON and token not in are_over:
             solo.lengths[sequences[token]] = int(arrays["depth"]) + code
     if solo is not None:
-        solo.goes_on[0] = Decision.GOES_ON in codes.values()
+        has_ended = [bool(solo.heads[sequences[token], 3]) for token in codes]
+        solo.goes_on[0] = Decision.GOES_ON in codes.values() and not any(has_ended)
         solo.num_passes[0] = int(arrays["depth"]) + 1
 
 
@@ -304,7 +306,13 @@ def judge(
             findings.klds[sequence, :length] = kl_divergence(logits, target_rows, store.logits[places])
 
 
-def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, heads: torch.Tensor, table_width: int) -> None:
+def advance(
+    arrays: dict[str, torch.Tensor],
+    verdict: torch.Tensor,
+    heads: torch.Tensor,
+    table_width: int,
+    looks_for_ends: bool = False,
+) -> None:
     start, width = int(arrays["emitted_start"]), int(arrays["emitted_width"])
     tables = arrays["tables"].view(-1, table_width)
     for sequence, row in enumerate(arrays["judged"].tolist()):
@@ -323,7 +331,10 @@ def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, heads: torch
         arrays["positions"][pair] = positions.int()
         arrays["slots"][pair] = _slots(tables[sequence], positions)
         arrays["contexts"][sequence] = context
-        heads[sequence] = torch.tensor([context, known[accepted + 1], accepted + 1], dtype=torch.int32)
+        heads[sequence, :3] = torch.tensor([context, known[accepted + 1], accepted + 1], dtype=torch.int32)
+        if looks_for_ends:
+            ends = set(arrays["ends"].view(-1, NUM_ENDS)[sequence].tolist())
+            heads[sequence, 3] = not ends.isdisjoint(emitted[: accepted + 1])
         if arrays["modes"][sequence] == DrawMode.MATCH:
             arrays["counters"][sequence] += accepted + 1
 
@@ -331,7 +342,7 @@ def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, heads: torch
 def go_deeper(arrays: dict[str, torch.Tensor], state: SoloState, table_width: int) -> None:
     count, depth = int(arrays["count"]), int(arrays["depth"]) + 1
     tables = arrays["tables"].view(-1, table_width)
-    for sequence, (head, _, gained) in enumerate(state.heads[:count].tolist()):
+    for sequence, (head, _, gained, _) in enumerate(state.heads[:count].tolist()):
         position = torch.tensor([head + depth - 1])
         arrays["positions"][sequence] = position
         arrays["slots"][sequence] = _slots(tables[sequence], position)[0]
@@ -361,7 +372,7 @@ def lay_out(
         arrays[name].fill_(-1)
     tables = arrays["tables"].view(-1, table_width)
     for sequence, length in enumerate(state.lengths[:count].tolist()):
-        head, newest, gained = state.heads[sequence].tolist()
+        head, newest, gained, _ = state.heads[sequence].tolist()
         assert 0 <= length <= longest
         arrays["starts"][sequence] = arrays["judged_starts"][sequence] = row
         arrays["contexts"][sequence] = head + length
@@ -379,11 +390,12 @@ def lay_out(
         told[int(arrays["turn"]), 1 + sequence] = length
     arrays["starts"][count:] = row
     arrays["judged_starts"][count:] = row
-    told[int(arrays["turn"]), 0] = state.num_passes[0]
+    has_ended = bool(state.heads[:count, 3].any())
+    told[int(arrays["turn"]), 0] = GONE if has_ended else state.num_passes[0]
     sizes = [0, *arrays["sizes"].tolist()]
     assert row <= sizes[-1] or not count
     for i, (least, most) in enumerate(itertools.pairwise(sizes)):
-        fits[i] = least < row <= most
+        fits[i] = least < row <= most and not has_ended
 
 
 def step_on(arrays: dict[str, torch.Tensor], emitted: torch.Tensor, table_width: int) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import plain_kernels
 from dsde.device.staging import Layout
 from dsde.drafting.kernels import NUM_REREAD, advance
-from dsde.drafting.solo_kernels import SoloState, go_deeper, lay_out
+from dsde.drafting.solo_kernels import GONE, NUM_ENDS, NUM_HEADS, SoloState, go_deeper, lay_out
 from dsde.models.batch import BLOCK_SIZE
 
 HAS_CUDA = torch.cuda.is_available()
@@ -23,14 +23,15 @@ pytestmark = [pytest.mark.gpu] if HAS_CUDA else []
 
 
 @pytest.mark.parametrize(("num_seqs", "padded"), [(1, 1), (3, 4), (5, 8), (9, 16)])
-def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int) -> None:
+@pytest.mark.parametrize("looks_for_ends", [False, True])
+def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int, looks_for_ends: bool) -> None:
     """A bucket may have room for more sequences than its tokens would serve."""
     rng = np.random.default_rng(num_seqs)
     num_tokens = NUM_REREAD * num_seqs
     sizes = dict.fromkeys(("tokens", "positions", "slots"), num_tokens)
     sizes |= {"starts": padded + 1, "tables": padded * TABLE_WIDTH}
     sizes |= dict.fromkeys(("contexts", "judged", "num_tokens", "last_tokens", "modes", "counters"), padded)
-    sizes |= {"emitted_start": 1, "emitted_width": 1}
+    sizes |= {"emitted_start": 1, "emitted_width": 1, "ends": NUM_ENDS * padded}
     layout = Layout(sizes)
     words = torch.from_numpy(rng.integers(0, 3, layout.num_words, dtype=np.int32))
     arrays = layout.views(words)
@@ -38,13 +39,16 @@ def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int)
     arrays["judged"][:num_seqs] = torch.arange(num_seqs)
     arrays["num_tokens"][:num_seqs] = torch.from_numpy(rng.integers(1, (TABLE_WIDTH - 1) * BLOCK_SIZE, num_seqs))
     arrays["emitted_start"][0], arrays["emitted_width"][0] = padded, 4
+    arrays["ends"][:] = torch.from_numpy(rng.integers(3, 12, NUM_ENDS * padded))  # some of which are said
     verdict = torch.from_numpy(rng.integers(0, 4, padded * 5, dtype=np.int32))
     on_device = words.to(DEVICE, copy=True)
-    heads, plain_heads = torch.zeros((padded, 3), dtype=torch.int32, device=DEVICE), torch.zeros(padded, 3).int()
-    advance(layout.views(on_device), verdict.to(DEVICE), heads, TABLE_WIDTH)
-    plain_kernels.advance(arrays, verdict, plain_heads, TABLE_WIDTH)
+    plain_heads = torch.zeros((padded, NUM_HEADS), dtype=torch.int32)
+    heads = plain_heads.to(DEVICE, copy=True)
+    advance(layout.views(on_device), verdict.to(DEVICE), heads, TABLE_WIDTH, looks_for_ends)
+    plain_kernels.advance(arrays, verdict, plain_heads, TABLE_WIDTH, looks_for_ends)
     assert torch.equal(on_device.cpu(), words)
     assert torch.equal(heads.cpu(), plain_heads)
+    assert looks_for_ends or not plain_heads[:, 3].any()
 
 
 @pytest.mark.parametrize(("num_seqs", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4)])
@@ -98,12 +102,15 @@ def test_what_is_verified_is_laid_out(num_seqs: int, padded: int, longest: int) 
             assert there[name][:end].tolist() == array[:end].tolist(), name
         assert torch.equal(fits_there.cpu(), fits)
         assert torch.equal(told_there.cpu(), told)
-        assert fits.sum() == 1
+        has_ended = bool(state.heads[:num_seqs, 3].any())
+        assert fits.sum() == (not has_ended)
+        assert (told[turn, 0] == GONE) == has_ended
 
 
 def some_state(rng: np.random.Generator, num_seqs: int) -> SoloState:
     state = SoloState.blank(num_seqs, torch.device("cpu"))
-    state.heads[:] = torch.from_numpy(rng.integers(1, TABLE_WIDTH * BLOCK_SIZE - 16, (num_seqs, 3)))
+    state.heads[:] = torch.from_numpy(rng.integers(1, TABLE_WIDTH * BLOCK_SIZE - 16, (num_seqs, NUM_HEADS)))
+    state.heads[:, 3] = torch.from_numpy(rng.random(num_seqs) < 0.2)
     state.num_passes[0] = 5
     return state
 

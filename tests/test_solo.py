@@ -10,7 +10,6 @@ import pytest
 from dsde import SamplingParams
 from dsde.core.stops import Stop, StopByWorth
 from dsde.drafting.foresight import Foresight
-from dsde.engine import solo
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
 from dsde.policies import BatchView, Plan
@@ -163,7 +162,8 @@ def test_long_drafts_have_room(way: Way, usual: int) -> None:
     work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=101, ignore_eos=True))]
     check_same(way.alone(work), answers_together(engine, work, seed=0))
     executor = executor_of(engine)
-    longest = min(15 if usual == 6 else 7, solo.most_alone(executor.passes))
+    assert executor.solos is not None
+    longest = min(15 if usual == 6 else 7, executor.solos.most)
     assert executor.num_solos >= 2
     assert sum(int(outcome.drafted[0]) == longest for outcome in policy.outcomes) >= executor.num_solos - 1
 

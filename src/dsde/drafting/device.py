@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from dsde.core.sequence import Sequence
 from dsde.core.stops import Stop
-from dsde.device.program import Program
 from dsde.device.staging import Sheet
 from dsde.drafting.draft_store import BoolArray, DeviceProposals, Drafts, GrowingDraft, IntArray
 from dsde.drafting.foresight import Foresight
@@ -27,7 +26,7 @@ from dsde.drafting.model import DraftShare, ModelDrafter
 from dsde.drafting.referee import Call, Referee
 from dsde.drafting.ruling import FIRST, RULING_FIELDS, Decision, Ruling, ruling_sizes
 from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
-from dsde.drafting.solo_kernels import SoloState, go_deeper
+from dsde.drafting.solo_kernels import SoloState, go_deeper, solo_sizes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import coarse_bucket, power_of_2, reading_bucket
 from dsde.models.passes import Pass, PassRunner, PassShape, RaggedRows, ragged_rows
@@ -36,8 +35,6 @@ from dsde.sampling.kernels import Draws, sample_drafts
 
 _HEARD_EVERY = 8
 """Of so many decisions on first tokens that are all but sure one is made."""
-LONGEST_SOLO = 15
-"""Tokens that a device drafts without the host, at most."""
 
 
 class Successor(Protocol):
@@ -76,7 +73,7 @@ class DeviceDrafter:
         self._verdict = torch.empty(0, dtype=torch.int32)
         self._ahead: dict[Sequence, int] = {}
         """store rows of first tokens that were drawn ahead, good for the next step alone"""
-        self._ahead_turn = self._solo_turn = 0
+        self._ahead_turn = 0
         self._watches = False
         """whether somebody has wanted signals before: those of first tokens must be there before anybody asks"""
         self._ahead_is_watched = False
@@ -233,13 +230,12 @@ class DeviceDrafter:
         is_caught_up: BoolArray,
         verdict: torch.Tensor,
         places: tuple[int, int],
-        solo: SoloRule | None = None,
     ) -> bool:
         """Queue the first pass of the next step's draft for those who are caught up and whose drafts in this one have
         these lengths, at most; False: there is nobody.
 
         `verdict` is where the device will find what stood (`places`: start and width of its emitted tokens), in the
-        order of `sequences`. With a `solo` rule, which is for all of them, it decides who drafts on.
+        order of `sequences`.
         """
         longest = self.model.config.max_position_embeddings
         # Wherever the verdict ends, the newest token must have a block and a position.
@@ -247,9 +243,7 @@ class DeviceDrafter:
         goes = np.flatnonzero(is_caught_up & (lengths < rooms)).tolist()
         if not goes:
             return False
-        if verdict.data_ptr() != self._verdict.data_ptr():
-            self._verdict = verdict
-            self.passes.forget()
+        self.look_for_verdicts(verdict)
         active = [sequences[i] for i in goes]
         batch = self._batch(active, slots[goes], int(lengths.max()) + 1)
         rows = ragged_rows(np.full(len(active), NUM_REREAD, dtype=np.int64))
@@ -258,8 +252,7 @@ class DeviceDrafter:
         # Two sheets in turn: the device may not have read the last one yet, since nobody waited for it.
         self._ahead_turn = 1 - self._ahead_turn
         self._ahead_is_watched = self._watches
-        is_solo = solo is not None
-        variant = _Variant(*batch.variant, is_ahead=True, is_watched=self._watches, decides=is_solo, is_solo=is_solo)
+        variant = Variant(*batch.variant, is_ahead=True, is_watched=self._watches)
         entry, sheet = self._step(rows, contexts, batch, False, 0, 0, variant, counters, self._ahead_turn)
         host, count = sheet.arrays, len(active)
         host["logit_rows"][:count] = rows.starts + NUM_REREAD - 1
@@ -268,43 +261,20 @@ class DeviceDrafter:
         host["num_tokens"][:count] = batch.num_tokens
         host["last_tokens"][:count] = [s.tokens[-1] for s in active]
         host["emitted_start"][0], host["emitted_width"][0] = places
-        if solo is not None:
-            assert count == len(sequences), "a rule for somebody else"
-            solo.ruling.write(host, np.arange(count), np.arange(count), solo.caps > 1, depth=0, number=0)
         self.passes.run(entry, sheet)
         self._ahead = {sequence: row for row, sequence in enumerate(active)}
         return True
 
-    def draft_alone(self, sequences: list[Sequence], slots: IntArray, solo: SoloRule, num_more: int) -> SoloDraft:
-        """What the device goes through behind a first pass that decided by this rule, until all drafts are over: to be
-        run behind it. `num_more` tokens of each may come before the first that is drafted."""
-        count = len(sequences)
-        batch = self._batch(sequences, slots, num_more + int(solo.caps.max()))
-        size = power_of_2(count)
-        contexts = batch.num_tokens + num_more + solo.caps
-        variant = _Variant(*batch.variant, is_watched=True, decides=True, is_solo=True)
-        shape = self.passes.shape_of(size, size, 1, int(contexts.max()), takes_all_rows=True, variant=variant)
-        entry, sheet = self.passes.prepare(shape, lambda: _more_arrays(shape, variant), self._solo_turn)
-        self._solo_turn = 1 - self._solo_turn
-        if entry.program is None:
-            entry.program = Program(self.passes.device)
-            entry.program.as_long_as(self.state.goes_on, self.passes.work_of(entry))
-        host = sheet.arrays
-        # What depends on the verdict is put right on the device.
-        self.passes.write(shape, sheet, ragged_rows(np.ones(count, dtype=np.int64)), batch.num_tokens, batch.tables)
-        counters = self.table.counters(sequences, batch.variant[0], num_steps_later=1)
-        self.table.write_draws(sheet, slots, counters)
-        solo.ruling.write(host, np.arange(count), np.arange(count), solo.caps > 1, depth=1, number=0)
-        host["costs"][:] = solo.ruling.costs(LONGEST_SOLO + 1).ravel()
-        host["caps"][:count] = solo.caps
-        host["count"][0] = count
-        host["depth"][0] = host["first_row"][0] = 0
-        return SoloDraft(entry, sheet)
+    def look_for_verdicts(self, verdict: torch.Tensor) -> None:
+        """Where the device will find what stood."""
+        if verdict.data_ptr() != self._verdict.data_ptr():
+            self._verdict = verdict
+            self.passes.forget()
 
-    def run_alone(self, draft: SoloDraft) -> None:
-        self.passes.load(draft.entry, draft.sheet)
-        assert draft.entry.program is not None
-        draft.entry.program.run()
+    def have_read_ahead(self, sequences: list[Sequence]) -> None:
+        """First tokens of these have been drawn, into the store's first rows, and looked at."""
+        self._watches = self._ahead_is_watched = True
+        self._ahead = {sequence: row for row, sequence in enumerate(sequences)}
 
     def forget_ahead(self) -> None:
         """The next step will not follow on the last one."""
@@ -358,7 +328,7 @@ class DeviceDrafter:
         """Read what is new, and draw a first token for the first `num_drafting` sequences."""
         rows = RaggedRows(chunks)
         starts = np.array([s.num_draft_computed for s in batch.sequences], dtype=np.int64)
-        variant = _Variant(*batch.variant, is_watched=watched)
+        variant = Variant(*batch.variant, is_watched=watched)
         entry, sheet = self._step(rows, starts + chunks, batch, rows.longest == 1, 0, first_row, variant)
         host = sheet.arrays
         if rows.longest == 1:
@@ -386,7 +356,7 @@ class DeviceDrafter:
         ruling = task.ruling
         if ruling is not None and not ruling.decides(depth, is_last=int(draft.lengths[members].max()) == depth + 1):
             ruling = None
-        variant = _Variant(
+        variant = Variant(
             *batch.variant, is_watched=task.watched, decides=ruling is not None, decides_first=first is not None
         )
         rows = ragged_rows(np.ones(count, dtype=np.int64))
@@ -409,7 +379,7 @@ class DeviceDrafter:
         takes_all_rows: bool,
         depth: int,
         first_row: int,
-        variant: _Variant,
+        variant: Variant,
         counters: IntArray | None = None,
         ahead_turn: int | None = None,
     ) -> tuple[Pass, Sheet]:
@@ -421,7 +391,7 @@ class DeviceDrafter:
             pad = reading_bucket
         shape = self.passes.shape(rows, contexts, num_rows, in_parts=in_parts, pad=pad, variant=variant)
         turn = depth if ahead_turn is None else ahead_turn
-        entry, sheet = self.passes.prepare(shape, lambda: _more_arrays(shape, variant), turn)
+        entry, sheet = self.passes.prepare(shape, lambda: more_arrays(shape, variant), turn)
         self.passes.write(shape, sheet, rows, contexts, batch.tables)
         self.table.write_draws(sheet, batch.slots, batch.counters if counters is None else counters)
         sheet.arrays["depth"][0] = depth
@@ -430,9 +400,9 @@ class DeviceDrafter:
 
     def _body(self, entry: Pass) -> Generator[None, None, None]:
         shape, arrays, model, cache = entry.shape, entry.arrays, self.model, self.host.cache
-        variant = _Variant(*shape.variant)
+        variant = Variant(*shape.variant)
         if variant.is_ahead:
-            advance(arrays, self._verdict, self.state.heads, shape.table_width)
+            advance(arrays, self._verdict, self.state.heads, shape.table_width, looks_for_ends=variant.is_solo)
         elif variant.is_solo:
             go_deeper(arrays, self.state, shape.table_width)
         store = self.drafts.store
@@ -448,7 +418,7 @@ class DeviceDrafter:
             self.referee.decide(arrays, store.signals, self.state if variant.is_solo else None)
 
 
-class _Variant(NamedTuple):
+class Variant(NamedTuple):
     """What the kernels of a pass are compiled for."""
 
     sampled: bool
@@ -460,24 +430,6 @@ class _Variant(NamedTuple):
     """on the tokens that it reads"""
     is_solo: bool = False
     """nobody hears what it decides but the device"""
-
-
-@dataclass(slots=True)
-class SoloRule:
-    """By which a device drafts without the host."""
-
-    ruling: Ruling
-    caps: IntArray
-    """[sequences] tokens of each, at most"""
-    longest: int
-    """that there is room for, whatever the caps are"""
-
-
-class SoloDraft(NamedTuple):
-    """Passes that a device goes through by itself, ready to be run."""
-
-    entry: Pass
-    sheet: Sheet
 
 
 class _Unheard(NamedTuple):
@@ -521,15 +473,15 @@ class _Batch:
         )
 
 
-def _more_arrays(shape: PassShape, variant: _Variant) -> dict[str, int]:
+def more_arrays(shape: PassShape, variant: Variant) -> dict[str, int]:
     """What a pass is told beside its batch, and how much room that takes."""
     more = {**draw_sizes(shape.num_rows), "depth": 1, "first_row": 1}
     if variant.decides:
         more |= ruling_sizes(shape.num_rows)
     if variant.decides_first:
         more |= {FIRST + name: size for name, size in ruling_sizes(shape.num_rows).items()}
-    if variant.is_solo and not variant.is_ahead:
-        more |= {"caps": shape.num_seqs, "costs": 3 * (LONGEST_SOLO + 1), "count": 1}
+    if variant.is_solo:
+        more |= solo_sizes(shape.num_seqs)
     if variant.is_ahead:
         more |= dict.fromkeys(("judged", "num_tokens", "last_tokens"), shape.num_seqs)
         more |= {"emitted_start": 1, "emitted_width": 1}

@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from dsde.core.params import LONGEST_DRAFT
 from dsde.core.stops import LEAST_TOP_PROB, MOST_TOP_PROB, SMALLEST_PROB
 from dsde.device.launch import programmatic_launch
 from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
-from dsde.drafting.solo_kernels import SoloState
+from dsde.drafting.solo_kernels import NUM_ENDS, NUM_HEADS, SoloState
 from dsde.models.batch import BLOCK_SIZE
 from dsde.sampling.kernels import MATCH
 
@@ -31,12 +32,19 @@ _LEAST_TOP_PROB = tl.constexpr(LEAST_TOP_PROB)
 _MOST_TOP_PROB = tl.constexpr(MOST_TOP_PROB)
 
 
-def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, heads: torch.Tensor, table_width: int) -> None:
+def advance(
+    arrays: dict[str, torch.Tensor],
+    verdict: torch.Tensor,
+    heads: torch.Tensor,
+    table_width: int,
+    looks_for_ends: bool = False,
+) -> None:
     """Write tokens, positions, slots, contexts and counters of the sequences' last two tokens into a pass's arrays.
 
     `verdict` holds accepted counts from its beginning and rows of emitted tokens from arrays["emitted_start"] on, each
     arrays["emitted_width"] long. Sequence i is row judged[i] of it (-1: padding) and had num_tokens[i] tokens before,
-    the last of them last_tokens[i]. `heads` are those of a `SoloState`.
+    the last of them last_tokens[i]. `heads` are those of a `SoloState`; whether a sequence has ended is looked for
+    only if it is asked for, by the tokens in its part of arrays["ends"].
     """
     pdl = programmatic_launch()
     _advance_kernel[(len(arrays["judged"]),)](
@@ -54,8 +62,12 @@ def advance(arrays: dict[str, torch.Tensor], verdict: torch.Tensor, heads: torch
         arrays["slots"],
         arrays["contexts"],
         heads,
+        arrays["ends"] if looks_for_ends else heads,
         table_width,
         BLOCK=BLOCK_SIZE,
+        NUM_HEADS=NUM_HEADS,
+        NUM_ENDS=NUM_ENDS if looks_for_ends else 0,
+        MOST=LONGEST_DRAFT + 1,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
@@ -114,9 +126,11 @@ def decide(
         solo.lengths if solo is not None else arrays["rule"],
         solo.goes_on if solo is not None else arrays["rule"],
         solo.num_passes if solo is not None else arrays["rule"],
+        solo.heads if solo is not None else arrays["rule"],
         len(arrays["places"]),
         decisions.stride(0),
         SIZE=size,
+        NUM_HEADS=NUM_HEADS,
         SOLO=solo is not None,
         PDL=pdl,
         num_warps=min(8, max(1, size // 32)),
@@ -140,9 +154,11 @@ def _decide_kernel(
     lengths: tl.tensor,
     someone_goes_on: tl.tensor,
     num_passes: tl.tensor,
+    heads: tl.tensor,
     count: tl.tensor,
     decisions_stride: tl.tensor,
     SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     SOLO: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -193,7 +209,9 @@ def _decide_kernel(
     if SOLO:
         drawn = tl.load(depth)
         tl.store(lengths + sequence, drawn + kept.to(tl.int32), mask=alive & (goes_on == 0))
-        tl.store(someone_goes_on, (tl.sum(goes_on.to(tl.int32)) > 0).to(tl.int32))
+        # If somebody has ended nobody will ask for this step.
+        num_ended = tl.sum(tl.load(heads + NUM_HEADS * sequence + 3, mask=here, other=0))
+        tl.store(someone_goes_on, ((num_ended == 0) & (tl.sum(goes_on.to(tl.int32)) > 0)).to(tl.int32))
         tl.store(num_passes, drawn + 1)
     else:
         decision = tl.where(goes_on, _GOES_ON, tl.where(kept, _KEPT, 0))
@@ -250,8 +268,12 @@ def _advance_kernel(
     slots: tl.tensor,
     contexts: tl.tensor,
     heads: tl.tensor,
+    ends: tl.tensor,
     table_width: tl.tensor,
     BLOCK: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_ENDS: tl.constexpr,
+    MOST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
@@ -274,9 +296,17 @@ def _advance_kernel(
     tl.store(positions + 2 * sequence + newest, position)
     tl.store(slots + 2 * sequence + newest, block * BLOCK + position % BLOCK)
     tl.store(contexts + sequence, context)
-    tl.store(heads + 3 * sequence, context)
-    tl.store(heads + 3 * sequence + 1, tl.load(emitted + accepted))
-    tl.store(heads + 3 * sequence + 2, accepted + 1)
+    tl.store(heads + NUM_HEADS * sequence, context)
+    tl.store(heads + NUM_HEADS * sequence + 1, tl.load(emitted + accepted))
+    tl.store(heads + NUM_HEADS * sequence + 2, accepted + 1)
+    if NUM_ENDS > 0:
+        every = tl.arange(0, triton.next_power_of_2(MOST))
+        said = tl.load(emitted + every, mask=every <= accepted, other=-1)
+        num_ends = tl.sum(tl.zeros_like(every))
+        for i in tl.static_range(NUM_ENDS):
+            end = tl.load(ends + NUM_ENDS * sequence + i)
+            num_ends += tl.sum(((said == end) & (said >= 0)).to(tl.int32))
+        tl.store(heads + NUM_HEADS * sequence + 3, (num_ends > 0).to(tl.int32))
     # A seeded sequence's noise belongs to the position, which only now is known.
     is_seeded = tl.load(modes + sequence) == MATCH
     counter = tl.load(counters + sequence)

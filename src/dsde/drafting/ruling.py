@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from enum import IntEnum
 
 import numpy as np
@@ -75,10 +76,19 @@ class Ruling:
 
     def costs(self, num_depths: int) -> NDArray[np.float32]:
         """[depths, 3] what the rule asks of a token by how far into its draft it is."""
-        if self._costs is None:
-            return np.zeros((num_depths, 3), dtype=np.float32)
-        with np.errstate(over="ignore"):
-            return np.array([self._costs(depth) for depth in range(num_depths)], dtype=np.float32)
+        costs = np.zeros((num_depths, 3), dtype=np.float32)
+        if self._costs is not None:
+            with np.errstate(over="ignore"):
+                # It changes with the longest draft that is usual, and is the same on either side.
+                ends = [0, num_depths] if self.usual is None else sorted({0, *self._bends(num_depths), num_depths})
+                for start, end in itertools.pairwise(ends):
+                    costs[start:end] = self._costs(start)
+        return costs
+
+    def _bends(self, num_depths: int) -> set[int]:
+        assert self.usual is not None
+        longest = int(self.usual.max())
+        return {min(max(depth, 0), num_depths) for depth in (longest - 1, longest)}
 
     def write(
         self, host: Arrays, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int

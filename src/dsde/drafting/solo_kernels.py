@@ -17,7 +17,13 @@ from dsde.device.launch import programmatic_launch
 from dsde.models.batch import BLOCK_SIZE
 from dsde.sampling.kernels import MATCH
 
-NUM_HEADS = 3
+NUM_HEADS = 4
+NUM_ENDS = 4
+"""tokens that are looked for by which a sequence ends, of each: whoever has more may end unnoticed"""
+LONGEST_SOLO = 15
+"""Tokens that a device drafts without the host, at most."""
+GONE = -1
+"""what is told instead of a number of passes if somebody had ended before"""
 
 
 @dataclass(slots=True)
@@ -25,7 +31,8 @@ class SoloState:
     """What the device keeps of a step that it makes alone, from pass to pass."""
 
     heads: torch.Tensor
-    """[sequences, 3] int32: tokens of each behind the verdict, the newest of them, and how many the verdict brought"""
+    """[sequences, 4] int32: tokens of each behind the verdict, the newest of them, how many the verdict brought, and
+    whether one of these ends it"""
     lengths: torch.Tensor
     """[sequences] int32, of drafts that are over"""
     goes_on: torch.Tensor
@@ -39,6 +46,11 @@ class SoloState:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(words(num_seqs, NUM_HEADS), words(num_seqs), words(1), words(1))
+
+
+def solo_sizes(num_seqs: int) -> dict[str, int]:
+    """What a draft pass is told beside all others."""
+    return {"ends": NUM_ENDS * num_seqs, "caps": num_seqs, "costs": 3 * (LONGEST_SOLO + 1), "count": 1}
 
 
 def go_deeper(arrays: dict[str, torch.Tensor], state: SoloState, table_width: int) -> None:
@@ -64,6 +76,7 @@ def go_deeper(arrays: dict[str, torch.Tensor], state: SoloState, table_width: in
         arrays["rule_numbers"],
         table_width,
         BLOCK=BLOCK_SIZE,
+        NUM_HEADS=NUM_HEADS,
         SIZE=triton.next_power_of_2(len(arrays["contexts"])),
         PDL=pdl,
         num_warps=1,
@@ -81,7 +94,8 @@ def lay_out(
 ) -> None:
     """Write what the target reads and what is judged, of drafts of up to `longest` tokens that are over, into the
     arrays of a verification; and into `fits` [sizes] which of arrays["sizes"], ascending, is the first that does.
-    `told` [2, 1 + sequences] is the host's: passes and lengths, in row arrays["turn"]."""
+    `told` [2, 1 + sequences] is the host's: passes and lengths, in row arrays["turn"]. If somebody has ended none fits,
+    and there are GONE passes."""
     pdl = programmatic_launch()
     num_seqs, num_rows = len(arrays["contexts"]), len(arrays["tokens"])
     _lay_out_kernel[(1,)](
@@ -113,10 +127,12 @@ def lay_out(
         len(fits),
         table_width,
         BLOCK=BLOCK_SIZE,
+        NUM_HEADS=NUM_HEADS,
         SEQS=triton.next_power_of_2(num_seqs),
         DEPTHS=triton.next_power_of_2(longest + 1),
         ROWS=triton.next_power_of_2(num_rows),
         SIZES=triton.next_power_of_2(len(fits)),
+        NOBODY=GONE,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
@@ -144,6 +160,7 @@ def _go_deeper_kernel(
     rule_numbers: tl.tensor,
     table_width: tl.tensor,
     BLOCK: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -154,7 +171,7 @@ def _go_deeper_kernel(
     here = tl.load(depth) + 1
     sequence = tl.arange(0, SIZE)
     active = sequence < num
-    context = tl.load(heads + 3 * sequence, mask=active, other=1) + here
+    context = tl.load(heads + NUM_HEADS * sequence, mask=active, other=1) + here
     position = context - 1
     block = tl.load(tables + sequence * table_width + position // BLOCK, mask=active, other=0)
     tl.store(positions + sequence, position, mask=active)
@@ -167,7 +184,7 @@ def _go_deeper_kernel(
     # A seeded sequence's noise belongs to the position, which the verdict has moved.
     is_seeded = active & (tl.load(modes + sequence, mask=active, other=0) == MATCH) & (here == 1)
     counter = tl.load(counters + sequence, mask=is_seeded, other=0)
-    gained = tl.load(heads + 3 * sequence + 2, mask=is_seeded, other=0)
+    gained = tl.load(heads + NUM_HEADS * sequence + 2, mask=is_seeded, other=0)
     tl.store(counters + sequence, counter + gained, mask=is_seeded)
     tl.store(rule_numbers + 3, tl.load(costs + 3 * here))
     tl.store(rule_numbers + 4, tl.load(costs + 3 * here + 1))
@@ -206,10 +223,12 @@ def _lay_out_kernel(
     num_sizes: tl.tensor,
     table_width: tl.tensor,
     BLOCK: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     SEQS: tl.constexpr,
     DEPTHS: tl.constexpr,
     ROWS: tl.constexpr,
     SIZES: tl.constexpr,
+    NOBODY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
@@ -219,8 +238,8 @@ def _lay_out_kernel(
     sequence = tl.arange(0, SEQS)
     active = sequence < num
     length = tl.load(drafted + sequence, mask=active, other=0)
-    head = tl.load(heads + 3 * sequence, mask=active, other=0)
-    newest = tl.load(heads + 3 * sequence + 1, mask=active, other=0)
+    head = tl.load(heads + NUM_HEADS * sequence, mask=active, other=0)
+    newest = tl.load(heads + NUM_HEADS * sequence + 1, mask=active, other=0)
     count_of = tl.where(active, length + 1, 0)
     start = tl.cumsum(count_of) - count_of
     total = tl.sum(count_of)
@@ -232,7 +251,7 @@ def _lay_out_kernel(
     tl.store(lengths + sequence, length, mask=is_listed)
     is_seeded = active & (tl.load(modes + sequence, mask=active, other=0) == MATCH)
     counter = tl.load(counters + sequence, mask=is_seeded, other=0)
-    gained = tl.load(heads + 3 * sequence + 2, mask=is_seeded, other=0)
+    gained = tl.load(heads + NUM_HEADS * sequence + 2, mask=is_seeded, other=0)
     tl.store(counters + sequence, counter + gained, mask=is_seeded)
 
     padding = tl.arange(0, ROWS)
@@ -262,7 +281,9 @@ def _lay_out_kernel(
     known = size < num_sizes
     most = tl.load(sizes + size, mask=known, other=0)
     least = tl.load(sizes + size - 1, mask=known & (size > 0), other=-1)
-    tl.store(fits + size, ((total <= most) & (total > least)).to(tl.int32), mask=known)
+    # If somebody has ended nobody will ask for this step, and there is no need for it.
+    num_ended = tl.sum(tl.load(heads + NUM_HEADS * sequence + 3, mask=active, other=0))
+    tl.store(fits + size, ((total <= most) & (total > least) & (num_ended == 0)).to(tl.int32), mask=known)
     told += tl.load(turn) * told_stride
-    tl.store(told, tl.load(num_passes))
+    tl.store(told, tl.where(num_ended > 0, NOBODY, tl.load(num_passes)))
     tl.store(told + 1 + sequence, length, mask=active)

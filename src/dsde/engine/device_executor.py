@@ -24,15 +24,17 @@ from dsde.core.stops import SIGNALS
 from dsde.device import program
 from dsde.device.staging import Sheet
 from dsde.drafting import ModelDrafter
-from dsde.drafting.device import LONGEST_SOLO, DeviceDrafter, SoloRule, draws_of
+from dsde.drafting.device import DeviceDrafter, draws_of
 from dsde.drafting.draft_store import DeviceProposals, Drafts
 from dsde.drafting.kernels import step_on
 from dsde.drafting.sequence_table import SequenceTable, draw_sizes
 from dsde.drafting.signals import SURE
+from dsde.drafting.solo import SoloDrafter, SoloNews, SoloRule
+from dsde.drafting.solo_kernels import LONGEST_SOLO
 from dsde.engine.clock import Clock, Moment, Timing
 from dsde.engine.executor import MOST_ALONE, DraftWish, Flight, HostExecutor, Landing, judged_sequences, propose
 from dsde.engine.scheduler import Schedule, blocks_for
-from dsde.engine.solo import Solo, SoloVerifier, most_alone, most_rows, solo_rule
+from dsde.engine.solo import Solo, SoloSetting, SoloVerifier, most_rows, solo_rule
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2
@@ -170,14 +172,19 @@ class DeviceExecutor:
             self.drafts = Drafts(1, self.model.dtype, tokens)
         self.passes = PassRunner(self.model.heads, tokens, self._body)
         self.solos: SoloVerifier | None = None
+        self.solo_drafter: SoloDrafter | None = None
         if self.drafter is not None and program.can_run(self.device):
             self.solos = SoloVerifier(self.passes, self.drafter.state)
+            self.solo_drafter = SoloDrafter(self.drafter)
         self.makes_solos = True
         self.num_solos = 0
         """steps that the device made alone, and that counted"""
         self.num_dropped = 0
         """those that did not"""
         self._solo: Solo | None = None
+        self._solo_turn = 0
+        self._solo_settings: list[SoloSetting | None] = [None, None]
+        """by turns"""
         self.clock = Clock(self.device)
         rates = host.synthetic_acceptance
         self._rates = None if rates is None else torch.from_numpy(table(rates, LONGEST_DRAFT)).to(self.device)
@@ -202,7 +209,7 @@ class DeviceExecutor:
             self._forget()
             return self.host.launch(work, wish, scored)
         solo, self._solo = self._solo, None
-        if solo is not None and solo.is_wanted(work, wish, self.drafts.num_moves):
+        if solo is not None and solo.is_wanted(work, wish, self._num_changes):
             return self._take_solo(solo, work, slots, wish)
         if solo is not None:
             self.num_dropped += 1
@@ -243,40 +250,40 @@ class DeviceExecutor:
 
     def _queue_solo(self, work: Schedule, slots: IntArray, flight: DeviceFlight, num_drafted: IntArray) -> bool:
         """The step after `flight`, whose verdict nobody has seen, if the device can make it alone."""
-        drafter, solos, wish, caught_up = self.drafter, self.solos, flight.wish, flight.proposals.is_caught_up
+        drafter, solos, wish = self.solo_drafter, self.solos, flight.wish
+        caught_up = flight.proposals.is_caught_up
         if drafter is None or solos is None or not self.makes_solos or caught_up is None or not caught_up.all():
             return False
-        max_context = drafter.model.config.max_position_embeddings
-        rule = solo_rule(work, wish, num_drafted, most_alone(self.passes), max_context)
-        if rule is None or drafter.needs_room(len(work.decodes) * (LONGEST_SOLO + 1), 0):
+        decodes = work.decodes
+        max_context = drafter.drafter.model.config.max_position_embeddings
+        rule = solo_rule(work, wish, num_drafted, solos.most, max_context)
+        if rule is None or drafter.drafter.needs_room(len(decodes) * (LONGEST_SOLO + 1), 0):
             return False
-        self._make_room(most_rows())
-        decodes, most = work.decodes, int(num_drafted.max())
-        # Before the first pass: whatever is compiled now leaves its marks on what the device keeps.
-        draft = drafter.draft_alone(decodes, slots, rule, most + 1)
-        num_tokens = np.array([len(s.tokens) for s in decodes], dtype=np.int64)
-        context = int((num_tokens + num_drafted + 1 + rule.caps).max())
-        variant = self._variant(slots, rule.caps, point_mass=False, in_parts=True)._replace(is_solo=True)
-        turn = solos.next_turn()
-        entry, sheet = solos.prepare(
-            decodes,
-            self.table.tables(slots, -(-context // BLOCK_SIZE)),
-            rule.longest,
-            context,
-            variant,
-            lambda shape: _more_arrays(shape, shape.num_rows, shape.num_seqs),
-            turn,
+        num_tokens = [len(sequence.tokens) for sequence in decodes]
+        context = max(num_tokens) + int(num_drafted.max()) + 1 + rule.longest
+        setting = self._set_solo(decodes, slots, rule, context)
+        blocks = [sequence.block_table[: -(-context // BLOCK_SIZE)] for sequence in decodes]
+        is_sampled = self._rates is not None or bool(self.table.modes[slots].any())
+        emitted = flight.read.findings.emitted
+        news = SoloNews(
+            rule,
+            num_tokens,
+            [sequence.tokens[-1] for sequence in decodes],
+            self.table.counters(decodes, is_sampled, num_steps_later=1),
+            (int(emitted.storage_offset()), emitted.shape[1]),
+            None if blocks == setting.blocks else self.table.tables(slots, max(map(len, blocks))),
         )
-        counters = self.table.counters(decodes, variant.sampled or self._rates is not None, num_steps_later=1)
-        self.table.write_draws(sheet, slots, counters)
+        setting.blocks = blocks
+        setting.renew(news)
 
         flight.timing.resume()
-        if not self._read_ahead(decodes, slots, flight, num_drafted, rule):
-            return False
+        drafter.begin(setting.draft, decodes)
+        flight.timing.read_ahead()
         timing = self.clock.start()
         timing.begin()
-        drafter.run_alone(draft)
+        drafter.go_on(setting.draft)
         timing.drafted.record()
+        entry, sheet = setting.verification
         self.passes.load(entry, sheet)
         assert entry.program is not None
         entry.program.run()
@@ -290,7 +297,7 @@ class DeviceExecutor:
         proposals.is_caught_up = caught_up
         following = DeviceFlight(
             decodes,
-            np.zeros(len(decodes), dtype=np.int64),
+            proposals.lengths,
             wish,
             proposals,
             0,
@@ -303,9 +310,32 @@ class DeviceExecutor:
             is_cold,
             is_padded,
         )
-        blocks = [sequence.block_table[: -(-context // BLOCK_SIZE)] for sequence in decodes]
-        self._solo = following.solo = Solo(following, rule.caps, turn, blocks, self.drafts.num_moves)
+        self._solo = following.solo = Solo(following, rule.caps, self._solo_turn, blocks, self._num_changes)
         return True
+
+    @property
+    def _num_changes(self) -> tuple[int, ...]:
+        """How often graphs, or what they point to, have been given up."""
+        assert self.drafter is not None
+        return self.drafts.num_moves, self.passes.num_forgotten, self.drafter.passes.num_forgotten
+
+    def _set_solo(self, decodes: list[Sequence], slots: IntArray, rule: SoloRule, context: int) -> SoloSetting:
+        """For the next turn: the device may not have read yet what it was told in this one."""
+        assert self.solo_drafter is not None
+        assert self.solos is not None
+        self._solo_turn = turn = 1 - self._solo_turn
+        self._make_room(most_rows())
+        setting = self._solo_settings[turn]
+        if setting is not None and setting.is_for(decodes, rule.longest, context, self._num_changes):
+            return setting
+        # Before anything is queued: what is compiled and captured leaves its marks on what the device keeps.
+        draft = self.solo_drafter.prepare(decodes, slots, rule.ruling, context, self._findings, turn)
+        variant = self._variant(slots, rule.caps, point_mass=False, in_parts=True)._replace(is_solo=True)
+        verification = self.solos.prepare(len(decodes), rule.longest, context, variant, _more_arrays_of_graph, turn)
+        self.table.write_draws(verification[1], slots, np.zeros(len(decodes), dtype=np.int64))
+        setting = SoloSetting(decodes, draft, verification, rule.longest, self._num_changes, [])
+        self._solo_settings[turn] = setting
+        return setting
 
     def follow(self, flight: Flight) -> Flight | None:
         if not isinstance(flight, DeviceFlight) or flight.drafted.any() or flight.solo is not None:
@@ -500,23 +530,14 @@ class DeviceExecutor:
         added = [now > before for now, before in zip(self._num_padded, padded, strict=True)]
         return self._num_cold > cold, any(added if has_drafts else added[:1])
 
-    def _read_ahead(
-        self,
-        decodes: list[Sequence],
-        slots: IntArray,
-        flight: DeviceFlight,
-        num_drafted: IntArray,
-        rule: SoloRule | None = None,
-    ) -> bool:
-        """While the host looks at the verdict, the draft reads what stood; False: there is nobody for it."""
+    def _read_ahead(self, decodes: list[Sequence], slots: IntArray, flight: DeviceFlight, most: IntArray) -> None:
+        """While the host looks at the verdict, the draft reads what stood of drafts that have these lengths at most."""
         emitted, caught_up = flight.read.findings.emitted, flight.proposals.is_caught_up
         assert self.drafter is not None
         assert caught_up is not None
         places = (int(emitted.storage_offset()), emitted.shape[1])
-        if not self.drafter.read_ahead(decodes, slots, num_drafted, caught_up, self._findings, places, rule):
-            return False
-        flight.timing.read_ahead()
-        return True
+        if self.drafter.read_ahead(decodes, slots, most, caught_up, self._findings, places):
+            flight.timing.read_ahead()
 
     def _variant(self, slots: IntArray, drafted: IntArray, point_mass: bool, in_parts: bool) -> _Variant:
         if len(slots) == 0:
@@ -579,7 +600,7 @@ class DeviceExecutor:
         assert solos is not None
         flight.timing.judged.wait()
         signals = flight.proposals.signals
-        flight.proposals = solo.proposals(solos.told[solo.turn].numpy())
+        flight.proposals = solo.proposals(solos.told[solo.turn])
         flight.proposals.signals = signals
         flight.drafted = flight.proposals.lengths
         flight.num_judged_rows = int(flight.drafted.sum()) + len(flight.judged)
@@ -624,6 +645,10 @@ class DeviceExecutor:
             size = (max(num_rows, min(2 * self._logits.shape[0], MOST_GRAPH_TOKENS)), self._logits.shape[1])
             self._logits = self._logits[:0].clone()
             self._logits = self._logits.new_empty(size)
+
+
+def _more_arrays_of_graph(shape: PassShape) -> dict[str, int]:
+    return _more_arrays(shape, shape.num_rows, shape.num_seqs)
 
 
 def _more_arrays(shape: PassShape, num_rows: int, num_judged: int) -> dict[str, int]:

@@ -3,14 +3,15 @@
 The device reads what stood, drafts until the rule that the last step was planned with ends all drafts, and has the
 target verify them, while the host is still busy with the step before. When it comes to plan this one it has been made,
 and counts if it is what is wanted; otherwise it is dropped and made anew. Drafts may end anywhere, whoever says so, so
-the text stays the target's. The target's pass is one of a few sizes, of which the device takes the first that does.
-Knows nothing of policies.
+the text stays the target's. The target's pass is one of a few sizes, of which the device takes the first that does; if
+somebody's text has ended it takes none. Knows nothing of policies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +22,10 @@ from dsde.core.sequence import Sequence
 from dsde.core.stops import StopByWorth
 from dsde.device.program import Program
 from dsde.device.staging import Sheet
-from dsde.drafting.device import LONGEST_SOLO, SoloRule
 from dsde.drafting.draft_store import DeviceProposals
 from dsde.drafting.ruling import Ruling
-from dsde.drafting.solo_kernels import SoloState, lay_out
+from dsde.drafting.solo import SoloDraft, SoloNews, SoloRule, write_tables
+from dsde.drafting.solo_kernels import GONE, LONGEST_SOLO, SoloState, lay_out
 from dsde.engine.executor import MOST_ALONE, DraftWish
 from dsde.engine.scheduler import Schedule
 from dsde.models.batch import BLOCK_SIZE
@@ -44,6 +45,41 @@ _FEWEST_ROWS = 4
 
 
 @dataclass(slots=True)
+class SoloSetting:
+    """What stays the same from step to step, as long as the sequences do."""
+
+    sequences: list[Sequence]
+    draft: SoloDraft
+    verification: tuple[Pass, Sheet]
+    longest: int
+    """tokens drafted of each, at most"""
+    num_changes: tuple[int, ...]
+    """of all that graphs point to, before it was made"""
+    blocks: list[list[int]]
+    """[sequences] as the device knows them"""
+
+    @property
+    def room(self) -> int:
+        """tokens that each may have"""
+        return self.verification[0].shape.table_width * BLOCK_SIZE
+
+    def is_for(self, sequences: list[Sequence], longest: int, context: int, num_changes: tuple[int, ...]) -> bool:
+        return (
+            longest == self.longest
+            and num_changes == self.num_changes
+            and context <= self.room
+            and _are_same(sequences, self.sequences)
+        )
+
+    def renew(self, news: SoloNews) -> None:
+        self.draft.renew(news)
+        entry, sheet = self.verification
+        sheet.arrays["counters"][: len(news.num_tokens)] = news.counters
+        if news.tables is not None:
+            write_tables(sheet.arrays, entry, news.tables)
+
+
+@dataclass(slots=True)
 class Solo:
     """A step that was queued before anybody planned it."""
 
@@ -52,31 +88,29 @@ class Solo:
     """[sequences] as in SoloRule"""
     turn: int
     blocks: list[list[int]]
-    """[sequences] that it writes to, and those before them"""
-    num_moves: int
-    """of the draft store, before it was queued"""
+    """[sequences] as in the setting"""
+    num_changes: tuple[int, ...]
 
-    def is_wanted(self, work: Schedule, wish: DraftWish, num_moves: int) -> bool:
+    def is_wanted(self, work: Schedule, wish: DraftWish, num_changes: tuple[int, ...]) -> bool:
         """Whether the step that has been planned now is this one."""
-        judged = self.flight.judged
         return (
             not work.prefills
-            and len(work.decodes) == len(judged)
-            and all(now is before for now, before in zip(work.decodes, judged, strict=True))
+            and _are_same(work.decodes, self.flight.judged)
             and _is_by_rule(wish)
             and wish.wants_signals == self.flight.wish.wants_signals
             and bool((wish.lengths >= self.caps).all())
-            and num_moves == self.num_moves
-            and all(s.block_table[: len(held)] == held for s, held in zip(judged, self.blocks, strict=True))
+            and num_changes == self.num_changes
+            and all(s.block_table[: len(held)] == held for s, held in zip(work.decodes, self.blocks, strict=True))
         )
 
     def proposals(self, told: NDArray[np.int32]) -> DeviceProposals:
         """What was drafted, which by now the device has told: passes and lengths."""
         num_passes, *lengths = told[: 1 + len(self.caps)].tolist()
+        if num_passes == GONE:
+            raise RuntimeError("The device took a text for ended that goes on.")
         drafted = np.array(lengths, dtype=np.int64)
-        count, longest = len(drafted), int(drafted.max())
-        rows = np.arange(longest) * count + np.arange(count)[:, None]
-        rows[np.arange(longest) >= drafted[:, None]] = -1
+        count, depths = len(lengths), np.arange(max(lengths))
+        rows = np.where(depths < drafted[:, None], depths * count + np.arange(count)[:, None], -1)
         return DeviceProposals(drafted, rows, is_caught_up=np.ones(count, dtype=bool), num_passes=num_passes)
 
 
@@ -89,11 +123,16 @@ def solo_rule(work: Schedule, wish: DraftWish, num_drafted: IntArray, most: int,
     assert isinstance(stop, StopByWorth)
     assert stop.usual is not None
     longest = min(most, _SHORT_SOLO if 2 * int(stop.usual.max()) < _SHORT_SOLO else LONGEST_SOLO)
-    # Whatever the verdict on this step, each must have a token to come and memory for all that may be read.
-    lefts = [sequence.num_left - 2 for sequence in decodes]
-    rooms = [min(len(s.block_table) * BLOCK_SIZE, max_context) - len(s.tokens) - 1 for s in decodes]
-    caps = np.minimum(np.minimum(lefts, rooms) - num_drafted, np.minimum(wish.lengths, longest))
-    return SoloRule(Ruling(stop), caps, longest) if int(caps.min()) > 0 else None
+    caps = []
+    for sequence, drafted, wished in zip(decodes, num_drafted.tolist(), wish.lengths.tolist(), strict=True):
+        # Whatever the verdict on this step, each must have a token to come and memory for all that may be read.
+        room = min(len(sequence.block_table) * BLOCK_SIZE, max_context) - len(sequence.tokens) - 1
+        caps.append(min(longest, wished, room - drafted, sequence.num_left - 2 - drafted))
+    return SoloRule(Ruling(stop), np.array(caps), longest) if min(caps) > 0 else None
+
+
+def _are_same(sequences: list[Sequence], others: list[Sequence]) -> bool:
+    return len(sequences) == len(others) and all(a is b for a, b in zip(sequences, others, strict=True))
 
 
 def _is_by_rule(wish: DraftWish) -> bool:
@@ -108,17 +147,6 @@ def _is_by_rule(wish: DraftWish) -> bool:
     )
 
 
-def most_alone(passes: PassRunner) -> int:
-    """Tokens that a sequence may draft alone, as far as the target is concerned: one item of attention holds them."""
-    heads = passes.heads
-    longest = LONGEST_SOLO
-    while longest > 0:
-        if attention.queries_per_item(longest + 1, heads.per_kv, heads.head_dim, heads.dtype) > longest:
-            return longest
-        longest //= 2
-    return 0
-
-
 class SoloVerifier:
     """The target's part of such steps."""
 
@@ -126,27 +154,24 @@ class SoloVerifier:
         self.passes = passes
         self.state = state
         is_cuda = passes.device.type == "cuda"
-        self.told = torch.zeros((2, 1 + MOST_ALONE), dtype=torch.int32, pin_memory=is_cuda)
+        told = torch.zeros((2, 1 + MOST_ALONE), dtype=torch.int32, pin_memory=is_cuda)
+        self._told = told
+        self.told: NDArray[np.int32] = told.numpy()
         """by turns, on the host: passes of the draft, and lengths"""
-        self._turn = 0
-
-    def next_turn(self) -> int:
-        self._turn = 1 - self._turn
-        return self._turn
+        self.most = _most_alone(passes)
 
     def prepare(
         self,
-        sequences: list[Sequence],
-        tables: NDArray[np.int32],
+        count: int,
         longest: int,
         context: int,
         variant: tuple[object, ...],
         more: Callable[[PassShape], dict[str, int]],
         turn: int,
     ) -> tuple[Pass, Sheet]:
-        """The largest of the passes, and the sheet of whichever it will be, but for draws; `more` names arrays of the
-        body's own. To be run behind drafts."""
-        num_seqs = power_of_2(len(sequences))
+        """The largest of the passes for so many sequences, and the sheet of whichever it will be, but for draws and all
+        that is news; `more` names arrays of the body's own. To be run behind drafts."""
+        num_seqs = power_of_2(count)
         sizes = _sizes(num_seqs, longest)
         shapes = [self._shape(size, num_seqs, longest, context, variant) for size in sizes]
         own = {"count": 1, "turn": 1, "sizes": len(sizes)}
@@ -155,9 +180,7 @@ class SoloVerifier:
             smaller = [self.passes.smaller(entry, shape, more(shape)) for shape in shapes[:-1]]
             entry.program = self._write_program([*smaller, entry], longest)
         host = sheet.arrays
-        count, width = len(sequences), shapes[-1].table_width
-        host["table_offsets"][:] = np.arange(num_seqs) * width
-        host["tables"].reshape(-1, width)[:count, : tables.shape[1]] = tables[:, :width]
+        host["table_offsets"][:] = np.arange(num_seqs) * shapes[-1].table_width
         host["items"].fill(-1)
         host["items"][: 2 * count] = np.stack((np.arange(count), np.zeros(count)), axis=1).ravel()
         host["count"][0], host["turn"][0] = count, turn
@@ -170,7 +193,7 @@ class SoloVerifier:
         fits = torch.zeros(len(passes), dtype=torch.int32, device=self.passes.device)
 
         def lay_out_rows() -> None:
-            lay_out(largest.arrays, self.state, fits, self.told, width, longest)
+            lay_out(largest.arrays, self.state, fits, self._told, width, longest)
 
         lay_out_rows()  # of nobody, to compile it
         program = Program(self.passes.device)
@@ -185,6 +208,15 @@ class SoloVerifier:
         return self.passes.shape_of(num_tokens, num_seqs, rows_of_one, context, takes_all_rows=True, variant=variant)
 
 
+def _most_alone(passes: PassRunner) -> int:
+    """Tokens that a sequence may draft, as far as the target is concerned: one item of attention holds them."""
+    heads, longest = passes.heads, LONGEST_SOLO
+    while attention.queries_per_item(longest + 1, heads.per_kv, heads.head_dim, heads.dtype) <= longest:
+        longest //= 2
+    return longest
+
+
+@cache
 def most_rows() -> int:
     """That the target's pass may have."""
     return _sizes(power_of_2(MOST_ALONE), LONGEST_SOLO)[-1]

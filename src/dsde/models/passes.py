@@ -44,7 +44,7 @@ MOST_PADDED = 16
 """passes that such a graph does for one of the right size, before that is captured: to do so takes as long as tens of
 passes, and padding up to a third of each"""
 
-_NOBODY = frozenset({"slots", "sources", "items", "modes", "judged", "places", "row_sequences", "row_drafts"})
+_NOBODY = frozenset({"slots", "sources", "items", "modes", "judged", "places", "row_sequences", "row_drafts", "ends"})
 """arrays in which -1 means that there is nothing to do"""
 
 
@@ -184,6 +184,8 @@ class PassRunner:
         # Weakly: its owner holds this runner, and a cycle would keep all memory until a garbage collection.
         self._body = WeakMethod(body)
         self.num_captured = 0
+        self.num_forgotten = 0
+        """times that all graphs were dropped"""
         self.num_cold = 0
         """passes that were not replayed although their size has graphs: some ten times as slow as those that are"""
         self.num_padded = 0
@@ -209,6 +211,7 @@ class PassRunner:
         self._passes.clear()
         self._stand_ins.clear()
         self._pool = None
+        self.num_forgotten += 1
 
     def shape(
         self,
@@ -256,7 +259,7 @@ class PassRunner:
             queries_per_item=per_item,
             num_items=num_items,
             num_splits=heads.num_splits(num_seqs if longest <= per_item else num_items, room, longest, self.device),
-            is_graph=True,
+            is_graph=self.device.type == "cuda",
             variant=variant,
         )
 
@@ -386,7 +389,7 @@ class PassRunner:
         host = sheet.arrays
         num_seqs, num_tokens = len(contexts), rows.count
         if sheet.is_new("rows", rows.lengths):
-            self._write_rows(shape, host, rows)
+            self.write_rows(shape, host, rows)
         firsts = contexts - rows.lengths
         positions = firsts[rows.owners] + rows.offsets
         host["positions"][:num_tokens] = positions
@@ -396,7 +399,7 @@ class PassRunner:
         width = min(shape.table_width, tables.shape[1])
         host["tables"].reshape(-1, shape.table_width)[:num_seqs, :width] = tables[:, :width]
 
-    def _write_rows(self, shape: PassShape, host: dict[str, NDArray[np.int32]], rows: RaggedRows) -> None:
+    def write_rows(self, shape: PassShape, host: dict[str, NDArray[np.int32]], rows: RaggedRows) -> None:
         """What depends on the lengths alone."""
         num_seqs, num_tokens = len(rows.lengths), rows.count
         host["slots"][num_tokens:] = -1

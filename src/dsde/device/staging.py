@@ -6,6 +6,7 @@ Knows which of them hold fractions, and nothing else of what they mean.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class Sheet:
     written: dict[str, bytes] = field(default_factory=dict)
     """what parts of it were last written from: most of a sheet is the same from step to step"""
 
-    def is_new(self, part: str, *sources: NDArray[np.int64]) -> bool:
+    def is_new(self, part: str, *sources: NDArray[Any]) -> bool:
         """Whether a part must be written again, which the caller is expected to do."""
         key = b"".join(source.tobytes() for source in sources)
         if self.written.get(part) == key:

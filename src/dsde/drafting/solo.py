@@ -20,6 +20,7 @@ from dsde.drafting.device import DeviceDrafter, Variant, more_arrays
 from dsde.drafting.draft_store import IntArray
 from dsde.drafting.kernels import NUM_REREAD
 from dsde.drafting.ruling import Ruling
+from dsde.drafting.sequence_table import SequenceTable
 from dsde.drafting.solo_kernels import LONGEST_SOLO, NUM_ENDS
 from dsde.models.buckets import power_of_2
 from dsde.models.passes import Pass, ragged_rows
@@ -38,43 +39,48 @@ class SoloRule:
 
 @dataclass(slots=True)
 class SoloNews:
-    """What is different in every step."""
+    """What is different in every step, or may be."""
 
     rule: SoloRule
-    num_tokens: list[int]
-    """[sequences] before the verdict that is yet to come"""
-    last_tokens: list[int]
+    sequences: list[Sequence]
+    slots: IntArray
     counters: IntArray
-    """where they will be in their random numbers, but for what the verdict brings"""
+    """where the sequences will be in their random numbers, but for what the verdict brings that is yet to come"""
+    tables: NDArray[np.int32]
+    """[sequences, blocks]"""
     places: tuple[int, int]
     """where in a verdict the emitted tokens are, and how far from one sequence's to the next's"""
-    tables: NDArray[np.int32] | None
-    """[sequences, blocks] None: they are what they were two steps ago"""
 
 
 @dataclass(slots=True)
 class SoloDraft:
-    """All that the device needs, for sequences that stay the same."""
+    """The passes: the first, and the one that is made over and over."""
 
     first: tuple[Pass, Sheet]
     rest: tuple[Pass, Sheet]
 
-    def renew(self, news: SoloNews) -> None:
-        rule, count = news.rule, len(news.num_tokens)
+    def renew(self, news: SoloNews, table: SequenceTable) -> None:
+        rule, count = news.rule, len(news.sequences)
         costs = rule.ruling.costs(LONGEST_SOLO + 1)
         for depth, (entry, sheet) in enumerate((self.first, self.rest)):
             host = sheet.arrays
+            table.write_draws(sheet, news.slots, news.counters)
+            write_tables(sheet, entry, news.tables)
             host["bounds"][:count] = rule.ruling.bounds
             host["outlooks"][:count] = rule.ruling.outlooks
             host["rule_numbers"][:] = rule.ruling.numbers
             host["rule_numbers"][3:6] = costs[depth]
-            host["counters"][:count] = news.counters
-            if news.tables is not None:
-                write_tables(host, entry, news.tables)
-        host = self.first[1].arrays
+        sheet = self.first[1]
+        host = sheet.arrays
+        ends = np.full((count, NUM_ENDS), -1, dtype=np.int64)
+        for row, sequence in zip(ends, news.sequences, strict=True):
+            known = sorted(sequence.stop_token_ids)[:NUM_ENDS]
+            row[: len(known)] = known
+        if sheet.is_new("ends", ends):
+            host["ends"][: ends.size] = ends.ravel()
         host["may_go_on"][:count] = rule.caps > 1
-        host["num_tokens"][:count] = news.num_tokens
-        host["last_tokens"][:count] = news.last_tokens
+        host["num_tokens"][:count] = [len(sequence.tokens) for sequence in news.sequences]
+        host["last_tokens"][:count] = [sequence.tokens[-1] for sequence in news.sequences]
         host["emitted_start"][0], host["emitted_width"][0] = news.places
         host = self.rest[1].arrays
         host["costs"][:] = costs.ravel()
@@ -86,13 +92,13 @@ class SoloDrafter:
         self.drafter = drafter
 
     def prepare(
-        self, sequences: list[Sequence], slots: IntArray, ruling: Ruling, context: int, verdict: torch.Tensor, turn: int
+        self, count: int, sampling: tuple[bool, bool], ruling: Ruling, context: int, verdict: torch.Tensor, turn: int
     ) -> SoloDraft:
-        """Whatever is not news. No text gets beyond `context`; `verdict` is where the device will find what stood."""
-        drafter, count = self.drafter, len(sequences)
+        """For so many sequences, none of which gets beyond `context`; `verdict` is where the device will find what
+        stood. Whatever is not news is written."""
+        drafter = self.drafter
         drafter.look_for_verdicts(verdict)
         passes, size = drafter.passes, power_of_2(count)
-        sampling = drafter.table.variant(slots)
         parts = []
         for num_read in (NUM_REREAD, 1):
             is_first = num_read > 1
@@ -100,9 +106,7 @@ class SoloDrafter:
             shape = passes.shape_of(num_read * size, size, num_read, context, not is_first, variant)
             entry, sheet = passes.prepare(shape, lambda s=shape, v=variant: more_arrays(s, v), turn)  # type: ignore[misc]
             host, rows = sheet.arrays, ragged_rows(np.full(count, num_read, dtype=np.int64))
-            if sheet.is_new("rows", rows.lengths):
-                passes.write_rows(shape, host, rows)
-            drafter.table.write_draws(sheet, slots, np.zeros(count, dtype=np.int64))
+            passes.write_rows(shape, host, rows)
             ruling.write(host, np.arange(count), np.arange(count), np.ones(count, dtype=bool), 0 if is_first else 1, 0)
             host["depth"][0] = host["first_row"][0] = 0
             host["count"][0] = count
@@ -112,28 +116,28 @@ class SoloDrafter:
         host["logit_rows"][:count] = NUM_REREAD * np.arange(count) + NUM_REREAD - 1
         host["judged"].fill(-1)
         host["judged"][:count] = np.arange(count)
-        host["ends"].fill(-1)
-        for sequence, ends in zip(sequences, host["ends"].reshape(-1, NUM_ENDS), strict=False):
-            known = sorted(sequence.stop_token_ids)[:NUM_ENDS]
-            ends[: len(known)] = known
         if rest[0].program is None:
             rest[0].program = Program(passes.device)
             rest[0].program.as_long_as(drafter.state.goes_on, passes.work_of(rest[0]))
         return SoloDraft(first, rest)
 
+    def load(self, draft: SoloDraft) -> None:
+        for entry, sheet in (draft.first, draft.rest):
+            self.drafter.passes.load(entry, sheet)
+
     def begin(self, draft: SoloDraft, sequences: list[Sequence]) -> None:
         """The first pass."""
-        self.drafter.passes.run(*draft.first)
+        self.drafter.passes.start(draft.first[0])
         self.drafter.have_read_ahead(sequences)
 
     def go_on(self, draft: SoloDraft) -> None:
         """All others."""
-        entry, sheet = draft.rest
-        self.drafter.passes.load(entry, sheet)
-        assert entry.program is not None
-        entry.program.run()
+        program = draft.rest[0].program
+        assert program is not None
+        program.run()
 
 
-def write_tables(host: dict[str, NDArray[np.int32]], entry: Pass, tables: NDArray[np.int32]) -> None:
-    width = entry.shape.table_width
-    host["tables"].reshape(-1, width)[: len(tables), : tables.shape[1]] = tables[:, :width]
+def write_tables(sheet: Sheet, entry: Pass, tables: NDArray[np.int32]) -> None:
+    if sheet.is_new("tables", tables):
+        width = entry.shape.table_width
+        sheet.arrays["tables"].reshape(-1, width)[: len(tables), : tables.shape[1]] = tables[:, :width]

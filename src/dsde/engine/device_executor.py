@@ -183,8 +183,10 @@ class DeviceExecutor:
         """those that did not"""
         self._solo: Solo | None = None
         self._solo_turn = 0
-        self._solo_settings: list[SoloSetting | None] = [None, None]
-        """by turns"""
+        self._solo_settings: dict[tuple[object, ...], SoloSetting] = {}
+        """by turns, how many sequences there are, how long drafts may be, and how tokens are drawn"""
+        self._solo_changes: tuple[int, ...] = ()
+        """of all that graphs point to, when these were made"""
         self.clock = Clock(self.device)
         rates = host.synthetic_acceptance
         self._rates = None if rates is None else torch.from_numpy(table(rates, LONGEST_DRAFT)).to(self.device)
@@ -259,32 +261,32 @@ class DeviceExecutor:
         rule = solo_rule(work, wish, num_drafted, solos.most, max_context)
         if rule is None or drafter.drafter.needs_room(len(decodes) * (LONGEST_SOLO + 1), 0):
             return False
-        num_tokens = [len(sequence.tokens) for sequence in decodes]
-        context = max(num_tokens) + int(num_drafted.max()) + 1 + rule.longest
-        setting = self._set_solo(decodes, slots, rule, context)
+        context = max(len(sequence.tokens) for sequence in decodes) + int(num_drafted.max()) + 1 + rule.longest
+        sampling = self.table.variant(slots)
+        setting = self._set_solo(len(decodes), sampling, rule, context)
         blocks = [sequence.block_table[: -(-context // BLOCK_SIZE)] for sequence in decodes]
-        is_sampled = self._rates is not None or bool(self.table.modes[slots].any())
         emitted = flight.read.findings.emitted
         news = SoloNews(
             rule,
-            num_tokens,
-            [sequence.tokens[-1] for sequence in decodes],
-            self.table.counters(decodes, is_sampled, num_steps_later=1),
+            decodes,
+            slots,
+            self.table.counters(decodes, sampling[0] or self._rates is not None, num_steps_later=1),
+            self.table.tables(slots, max(map(len, blocks))),
             (int(emitted.storage_offset()), emitted.shape[1]),
-            None if blocks == setting.blocks else self.table.tables(slots, max(map(len, blocks))),
         )
-        setting.blocks = blocks
-        setting.renew(news)
+        setting.renew(news, self.table)
 
+        entry, sheet = setting.verification
         flight.timing.resume()
+        # One copy after another: between two passes each would take several times as long.
+        drafter.load(setting.draft)
+        self.passes.load(entry, sheet)
         drafter.begin(setting.draft, decodes)
         flight.timing.read_ahead()
         timing = self.clock.start()
         timing.begin()
         drafter.go_on(setting.draft)
         timing.drafted.record()
-        entry, sheet = setting.verification
-        self.passes.load(entry, sheet)
         assert entry.program is not None
         entry.program.run()
         read: _Read = entry.result
@@ -319,22 +321,23 @@ class DeviceExecutor:
         assert self.drafter is not None
         return self.drafts.num_moves, self.passes.num_forgotten, self.drafter.passes.num_forgotten
 
-    def _set_solo(self, decodes: list[Sequence], slots: IntArray, rule: SoloRule, context: int) -> SoloSetting:
+    def _set_solo(self, count: int, sampling: tuple[bool, bool], rule: SoloRule, context: int) -> SoloSetting:
         """For the next turn: the device may not have read yet what it was told in this one."""
         assert self.solo_drafter is not None
         assert self.solos is not None
         self._solo_turn = turn = 1 - self._solo_turn
         self._make_room(most_rows())
-        setting = self._solo_settings[turn]
-        if setting is not None and setting.is_for(decodes, rule.longest, context, self._num_changes):
-            return setting
-        # Before anything is queued: what is compiled and captured leaves its marks on what the device keeps.
-        draft = self.solo_drafter.prepare(decodes, slots, rule.ruling, context, self._findings, turn)
-        variant = self._variant(slots, rule.caps, point_mass=False, in_parts=True)._replace(is_solo=True)
-        verification = self.solos.prepare(len(decodes), rule.longest, context, variant, _more_arrays_of_graph, turn)
-        self.table.write_draws(verification[1], slots, np.zeros(len(decodes), dtype=np.int64))
-        setting = SoloSetting(decodes, draft, verification, rule.longest, self._num_changes, [])
-        self._solo_settings[turn] = setting
+        if self._num_changes != self._solo_changes:
+            self._solo_settings.clear()
+        key = (turn, count, rule.longest, sampling)
+        setting = self._solo_settings.get(key)
+        if setting is None or context > setting.room:
+            # Before anything is queued: what is compiled and captured leaves its marks on what the device keeps.
+            draft = self.solo_drafter.prepare(count, sampling, rule.ruling, context, self._findings, turn)
+            variant = _Variant(*sampling, False, _longest_judged(rule.longest, in_parts=True), is_solo=True)
+            verification = self.solos.prepare(count, rule.longest, context, variant, _more_arrays_of_graph, turn)
+            setting = self._solo_settings[key] = SoloSetting(draft, verification)
+            self._solo_changes = self._num_changes
         return setting
 
     def follow(self, flight: Flight) -> Flight | None:
@@ -365,6 +368,7 @@ class DeviceExecutor:
 
     def recover(self) -> None:
         # Graphs hold much memory, and what they point to may be gone.
+        self._solo_settings.clear()
         self.passes.forget()
         if self.drafter is not None:
             self.drafter.passes.forget()
@@ -542,10 +546,7 @@ class DeviceExecutor:
     def _variant(self, slots: IntArray, drafted: IntArray, point_mass: bool, in_parts: bool) -> _Variant:
         if len(slots) == 0:
             return _Variant(False, False, False, 0)
-        longest = int(drafted.max())
-        # At least so many: kernels, and graphs, for every length up to it would help nobody; less so where it changes.
-        rows = power_of_2(max(longest + 1, 32 if in_parts else 8))
-        return _Variant(*self.table.variant(slots), point_mass, min(rows - 1, LONGEST_DRAFT) if longest else 0)
+        return _Variant(*self.table.variant(slots), point_mass, _longest_judged(int(drafted.max()), in_parts))
 
     def _body(self, entry: Pass) -> Generator[None, None, _Read]:
         """Read, and judge what was read."""
@@ -645,6 +646,13 @@ class DeviceExecutor:
             size = (max(num_rows, min(2 * self._logits.shape[0], MOST_GRAPH_TOKENS)), self._logits.shape[1])
             self._logits = self._logits[:0].clone()
             self._logits = self._logits.new_empty(size)
+
+
+def _longest_judged(longest: int, in_parts: bool) -> int:
+    """What verdicts on drafts of up to so many tokens are compiled for."""
+    # At least so many: kernels, and graphs, for every length up to it would help nobody; less so where it changes.
+    rows = power_of_2(max(longest + 1, 32 if in_parts else 8))
+    return min(rows - 1, LONGEST_DRAFT) if longest else 0
 
 
 def _more_arrays_of_graph(shape: PassShape) -> dict[str, int]:

@@ -24,6 +24,7 @@ from dsde.device.program import Program
 from dsde.device.staging import Sheet
 from dsde.drafting.draft_store import DeviceProposals
 from dsde.drafting.ruling import Ruling
+from dsde.drafting.sequence_table import SequenceTable
 from dsde.drafting.solo import SoloDraft, SoloNews, SoloRule, write_tables
 from dsde.drafting.solo_kernels import GONE, LONGEST_SOLO, SoloState, lay_out
 from dsde.engine.executor import MOST_ALONE, DraftWish
@@ -46,37 +47,21 @@ _FEWEST_ROWS = 4
 
 @dataclass(slots=True)
 class SoloSetting:
-    """What stays the same from step to step, as long as the sequences do."""
+    """What stays the same from step to step."""
 
-    sequences: list[Sequence]
     draft: SoloDraft
     verification: tuple[Pass, Sheet]
-    longest: int
-    """tokens drafted of each, at most"""
-    num_changes: tuple[int, ...]
-    """of all that graphs point to, before it was made"""
-    blocks: list[list[int]]
-    """[sequences] as the device knows them"""
 
     @property
     def room(self) -> int:
-        """tokens that each may have"""
+        """tokens that a sequence may have"""
         return self.verification[0].shape.table_width * BLOCK_SIZE
 
-    def is_for(self, sequences: list[Sequence], longest: int, context: int, num_changes: tuple[int, ...]) -> bool:
-        return (
-            longest == self.longest
-            and num_changes == self.num_changes
-            and context <= self.room
-            and _are_same(sequences, self.sequences)
-        )
-
-    def renew(self, news: SoloNews) -> None:
-        self.draft.renew(news)
+    def renew(self, news: SoloNews, table: SequenceTable) -> None:
+        self.draft.renew(news, table)
         entry, sheet = self.verification
-        sheet.arrays["counters"][: len(news.num_tokens)] = news.counters
-        if news.tables is not None:
-            write_tables(sheet.arrays, entry, news.tables)
+        table.write_draws(sheet, news.slots, news.counters)
+        write_tables(sheet, entry, news.tables)
 
 
 @dataclass(slots=True)
@@ -88,17 +73,16 @@ class Solo:
     """[sequences] as in SoloRule"""
     turn: int
     blocks: list[list[int]]
-    """[sequences] as in the setting"""
+    """[sequences] that it reads and writes"""
     num_changes: tuple[int, ...]
 
     def is_wanted(self, work: Schedule, wish: DraftWish, num_changes: tuple[int, ...]) -> bool:
-        """Whether the step that has been planned now is this one."""
+        """Whether the step that has been planned now is like this one: a rule may have moved a little since."""
         return (
             not work.prefills
             and _are_same(work.decodes, self.flight.judged)
             and _is_by_rule(wish)
             and wish.wants_signals == self.flight.wish.wants_signals
-            and bool((wish.lengths >= self.caps).all())
             and num_changes == self.num_changes
             and all(s.block_table[: len(held)] == held for s, held in zip(work.decodes, self.blocks, strict=True))
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from dsde.device import backend
 from dsde.drafting import signals
 from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
-from dsde.drafting.solo_kernels import GONE, NUM_ENDS, SoloState
+from dsde.drafting.solo_kernels import GONE, NUM_ENDS, SoloState, Told
 from dsde.models import passes
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.kernels import attention, embedding, rotary
@@ -309,10 +310,13 @@ def judge(
 def advance(
     arrays: dict[str, torch.Tensor],
     verdict: torch.Tensor,
-    heads: torch.Tensor,
+    state: SoloState,
     table_width: int,
-    looks_for_ends: bool = False,
+    is_solo: bool = False,
 ) -> None:
+    heads = state.heads
+    if is_solo:
+        state.began[0] = time.perf_counter_ns()
     start, width = int(arrays["emitted_start"]), int(arrays["emitted_width"])
     tables = arrays["tables"].view(-1, table_width)
     for sequence, row in enumerate(arrays["judged"].tolist()):
@@ -332,7 +336,7 @@ def advance(
         arrays["slots"][pair] = _slots(tables[sequence], positions)
         arrays["contexts"][sequence] = context
         heads[sequence, :3] = torch.tensor([context, known[accepted + 1], accepted + 1], dtype=torch.int32)
-        if looks_for_ends:
+        if is_solo:
             ends = set(arrays["ends"].view(-1, NUM_ENDS)[sequence].tolist())
             heads[sequence, 3] = not ends.isdisjoint(emitted[: accepted + 1])
         if arrays["modes"][sequence] == DrawMode.MATCH:
@@ -361,10 +365,12 @@ def lay_out(
     arrays: dict[str, torch.Tensor],
     state: SoloState,
     fits: torch.Tensor,
-    told: torch.Tensor,
+    found: torch.Tensor,
+    told: Told,
     table_width: int,
     longest: int,
 ) -> None:
+    numbers, told_signals = told.numbers[int(arrays["turn"])], told.signals[int(arrays["turn"])]
     count, row = int(arrays["count"]), 0
     for name in ("tokens", "positions", "contexts", "lengths"):
         arrays[name].zero_()
@@ -386,12 +392,15 @@ def lay_out(
             arrays["slots"][row] = _slots(tables[sequence], torch.tensor([head - 1 + depth]))[0]
             arrays["row_sequences"][row], arrays["row_depths"][row] = sequence, depth
             arrays["row_drafts"][row] = depth * count + sequence if depth < length else -1
+            if depth < length:
+                told_signals[depth * count + sequence] = found[depth * count + sequence]
             row += 1
-        told[int(arrays["turn"]), 1 + sequence] = length
+        numbers[2 + sequence] = length
     arrays["starts"][count:] = row
     arrays["judged_starts"][count:] = row
     has_ended = bool(state.heads[:count, 3].any())
-    told[int(arrays["turn"]), 0] = GONE if has_ended else state.num_passes[0]
+    numbers[0] = GONE if has_ended else state.num_passes[0]
+    numbers[1] = min(time.perf_counter_ns() - int(state.began), 1 << 30)
     sizes = [0, *arrays["sizes"].tolist()]
     assert row <= sizes[-1] or not count
     for i, (least, most) in enumerate(itertools.pairwise(sizes)):

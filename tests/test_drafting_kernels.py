@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import plain_kernels
 from dsde.device.staging import Layout
 from dsde.drafting.kernels import NUM_REREAD, advance
-from dsde.drafting.solo_kernels import GONE, NUM_ENDS, NUM_HEADS, SoloState, go_deeper, lay_out
+from dsde.drafting.solo_kernels import GONE, NUM_ENDS, NUM_HEADS, SoloState, Told, go_deeper, lay_out
 from dsde.models.batch import BLOCK_SIZE
 
 HAS_CUDA = torch.cuda.is_available()
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.gpu] if HAS_CUDA else []
 
 
 @pytest.mark.parametrize(("num_seqs", "padded"), [(1, 1), (3, 4), (5, 8), (9, 16)])
-@pytest.mark.parametrize("looks_for_ends", [False, True])
-def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int, looks_for_ends: bool) -> None:
+@pytest.mark.parametrize("is_solo", [False, True])
+def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int, is_solo: bool) -> None:
     """A bucket may have room for more sequences than its tokens would serve."""
     rng = np.random.default_rng(num_seqs)
     num_tokens = NUM_REREAD * num_seqs
@@ -42,13 +42,13 @@ def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int,
     arrays["ends"][:] = torch.from_numpy(rng.integers(3, 12, NUM_ENDS * padded))  # some of which are said
     verdict = torch.from_numpy(rng.integers(0, 4, padded * 5, dtype=np.int32))
     on_device = words.to(DEVICE, copy=True)
-    plain_heads = torch.zeros((padded, NUM_HEADS), dtype=torch.int32)
-    heads = plain_heads.to(DEVICE, copy=True)
-    advance(layout.views(on_device), verdict.to(DEVICE), heads, TABLE_WIDTH, looks_for_ends)
-    plain_kernels.advance(arrays, verdict, plain_heads, TABLE_WIDTH, looks_for_ends)
+    state = SoloState.blank(padded, torch.device("cpu"))
+    there = moved(state)
+    advance(layout.views(on_device), verdict.to(DEVICE), there, TABLE_WIDTH, is_solo)
+    plain_kernels.advance(arrays, verdict, state, TABLE_WIDTH, is_solo)
     assert torch.equal(on_device.cpu(), words)
-    assert torch.equal(heads.cpu(), plain_heads)
-    assert looks_for_ends or not plain_heads[:, 3].any()
+    assert torch.equal(there.heads.cpu(), state.heads)
+    assert is_solo or not state.heads[:, 3].any()
 
 
 @pytest.mark.parametrize(("num_seqs", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4)])
@@ -91,20 +91,22 @@ def test_what_is_verified_is_laid_out(num_seqs: int, padded: int, longest: int) 
         state = some_state(rng, padded)
         state.lengths[:] = torch.from_numpy(rng.integers(0, longest + 1, padded))
         on_device = words.to(DEVICE, copy=True)
-        fits, told = torch.full((3,), 7, dtype=torch.int32), torch.zeros((2, 1 + padded), dtype=torch.int32)
-        fits_there, told_there = fits.to(DEVICE, copy=True), told.to(DEVICE, copy=True)
-        lay_out(layout.views(on_device), moved(state), fits_there, told_there, TABLE_WIDTH, longest)
-        plain_kernels.lay_out(arrays, state, fits, told, TABLE_WIDTH, longest)
-        there = layout.views(on_device.cpu())
+        fits, told, told_there = torch.full((3,), 7, dtype=torch.int32), *(Told.blank(4, HAS_CUDA) for _ in range(2))
+        fits_there, signals = fits.to(DEVICE, copy=True), torch.rand(most, 4)
+        lay_out(layout.views(on_device), moved(state), fits_there, signals.to(DEVICE), told_there, TABLE_WIDTH, longest)
+        plain_kernels.lay_out(arrays, state, fits, signals, told, TABLE_WIDTH, longest)
+        there = layout.views(on_device.cpu())  # waits for the device
         num_rows = int(arrays["starts"][-1])
         for name, array in arrays.items():  # of rows that nobody reads nothing but that is said
             end = num_rows if name == "row_depths" else None
             assert there[name][:end].tolist() == array[:end].tolist(), name
         assert torch.equal(fits_there.cpu(), fits)
-        assert torch.equal(told_there.cpu(), told)
+        told.numbers[:, 1] = told_there.numbers[:, 1]  # the time
+        assert torch.equal(told_there.numbers, told.numbers)
+        assert torch.equal(told_there.signals, told.signals)
         has_ended = bool(state.heads[:num_seqs, 3].any())
         assert fits.sum() == (not has_ended)
-        assert (told[turn, 0] == GONE) == has_ended
+        assert (told.numbers[turn, 0] == GONE) == has_ended
 
 
 def some_state(rng: np.random.Generator, num_seqs: int) -> SoloState:

@@ -219,6 +219,7 @@ def _look_kernel(device: int) -> tuple[c_void_p, c_void_p]:
 
 
 def _destroy(graph: c_void_p, executable: c_void_p) -> None:
+    _driver().cuCtxSynchronize()  # it may be under way
     _driver().cuGraphExecDestroy(executable)
     _driver().cuGraphDestroy(graph)
 

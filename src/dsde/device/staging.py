@@ -58,5 +58,9 @@ class Sheet:
 
     @staticmethod
     def blank(layout: Layout, pinned: bool) -> Sheet:
-        words = torch.zeros(layout.num_words, dtype=torch.int32, pin_memory=pinned)
+        return Sheet.over(layout, torch.zeros(layout.num_words, dtype=torch.int32, pin_memory=pinned))
+
+    @staticmethod
+    def over(layout: Layout, words: torch.Tensor) -> Sheet:
+        """One whose memory is the caller's."""
         return Sheet(words, {name: view.numpy() for name, view in layout.views(words).items()})

@@ -402,7 +402,7 @@ class DeviceDrafter:
         shape, arrays, model, cache = entry.shape, entry.arrays, self.model, self.host.cache
         variant = Variant(*shape.variant)
         if variant.is_ahead:
-            advance(arrays, self._verdict, self.state.heads, shape.table_width, looks_for_ends=variant.is_solo)
+            advance(arrays, self._verdict, self.state, shape.table_width, variant.is_solo)
         elif variant.is_solo:
             go_deeper(arrays, self.state, shape.table_width)
         store = self.drafts.store

@@ -67,11 +67,10 @@ class Drafts:
     """None: there was no memory for it"""
     num_moves: int = field(init=False, default=0)
     """how often the store has moved: no graph captured before may be used again"""
-    _signals: list[torch.Tensor] = field(init=False)
-    """the store's, on the host, of two steps in turn: one may be under way before the other is looked at"""
+    _signals: torch.Tensor = field(init=False, default_factory=lambda: torch.empty((0, NUM_SIGNALS)))
+    """the store's, on the host"""
 
     def __post_init__(self) -> None:
-        self._signals = [torch.empty((0, NUM_SIGNALS)) for _ in range(2)]
         self._allocate(_FIRST_STORE_ROWS)
 
     @property
@@ -82,11 +81,10 @@ class Drafts:
 
     def fetch_signals(self, num_rows: int, wait: bool) -> FloatArray:
         """[num_rows, NUM_SIGNALS] of the store's first rows, on the host: now, or when the step is over."""
-        self._signals.reverse()
-        if len(self._signals[0]) < num_rows:
+        if len(self._signals) < num_rows:
             is_cuda = self.tokens.device.type == "cuda"
-            self._signals[0] = torch.empty((self.capacity, NUM_SIGNALS), pin_memory=is_cuda)
-        found = self._signals[0][:num_rows]
+            self._signals = torch.empty((self.capacity, NUM_SIGNALS), pin_memory=is_cuda)
+        found = self._signals[:num_rows]
         found.copy_(self.signals[:num_rows], non_blocking=not wait)
         values: FloatArray = found.numpy()
         return values

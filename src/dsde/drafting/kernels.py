@@ -15,7 +15,7 @@ from dsde.core.stops import LEAST_TOP_PROB, MOST_TOP_PROB, SMALLEST_PROB
 from dsde.device.launch import programmatic_launch
 from dsde.drafting.ruling import Decision, Kind
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
-from dsde.drafting.solo_kernels import NUM_ENDS, NUM_HEADS, SoloState
+from dsde.drafting.solo_kernels import NUM_ENDS, NUM_HEADS, SoloState, has_clock
 from dsde.models.batch import BLOCK_SIZE
 from dsde.sampling.kernels import MATCH
 
@@ -35,16 +35,16 @@ _MOST_TOP_PROB = tl.constexpr(MOST_TOP_PROB)
 def advance(
     arrays: dict[str, torch.Tensor],
     verdict: torch.Tensor,
-    heads: torch.Tensor,
+    state: SoloState,
     table_width: int,
-    looks_for_ends: bool = False,
+    is_solo: bool = False,
 ) -> None:
     """Write tokens, positions, slots, contexts and counters of the sequences' last two tokens into a pass's arrays.
 
     `verdict` holds accepted counts from its beginning and rows of emitted tokens from arrays["emitted_start"] on, each
     arrays["emitted_width"] long. Sequence i is row judged[i] of it (-1: padding) and had num_tokens[i] tokens before,
-    the last of them last_tokens[i]. `heads` are those of a `SoloState`; whether a sequence has ended is looked for
-    only if it is asked for, by the tokens in its part of arrays["ends"].
+    the last of them last_tokens[i]. Of the `state` heads are written; and in a step that the device makes alone also
+    when it began, and whether sequences have ended, by the tokens in their parts of arrays["ends"].
     """
     pdl = programmatic_launch()
     _advance_kernel[(len(arrays["judged"]),)](
@@ -61,12 +61,14 @@ def advance(
         arrays["positions"],
         arrays["slots"],
         arrays["contexts"],
-        heads,
-        arrays["ends"] if looks_for_ends else heads,
+        state.heads,
+        state.began,
+        arrays["ends"] if is_solo else state.heads,
         table_width,
         BLOCK=BLOCK_SIZE,
         NUM_HEADS=NUM_HEADS,
-        NUM_ENDS=NUM_ENDS if looks_for_ends else 0,
+        NUM_ENDS=NUM_ENDS if is_solo else 0,
+        CLOCK=is_solo and has_clock(),
         MOST=LONGEST_DRAFT + 1,
         PDL=pdl,
         num_warps=1,
@@ -268,11 +270,13 @@ def _advance_kernel(
     slots: tl.tensor,
     contexts: tl.tensor,
     heads: tl.tensor,
+    began: tl.tensor,
     ends: tl.tensor,
     table_width: tl.tensor,
     BLOCK: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_ENDS: tl.constexpr,
+    CLOCK: tl.constexpr,
     MOST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -280,6 +284,8 @@ def _advance_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0)
+    if CLOCK:
+        tl.store(began, tl.extra.cuda.globaltimer(), mask=sequence == 0)
     row = tl.load(judged + sequence)
     newest = tl.arange(0, 2)
     if row < 0:  # the host's sheet says so wherever it matters, and may have no tokens for so many sequences

@@ -20,10 +20,9 @@ from dsde.drafting.device import DeviceDrafter, Variant, more_arrays
 from dsde.drafting.draft_store import IntArray
 from dsde.drafting.kernels import NUM_REREAD
 from dsde.drafting.ruling import Ruling
-from dsde.drafting.sequence_table import SequenceTable
 from dsde.drafting.solo_kernels import LONGEST_SOLO, NUM_ENDS
 from dsde.models.buckets import power_of_2
-from dsde.models.passes import Pass, ragged_rows
+from dsde.models.passes import PassShape, layout_of, ragged_rows
 
 
 @dataclass(slots=True)
@@ -52,92 +51,72 @@ class SoloNews:
     """where in a verdict the emitted tokens are, and how far from one sequence's to the next's"""
 
 
-@dataclass(slots=True)
 class SoloDraft:
     """The passes: the first, and the one that is made over and over."""
 
-    first: tuple[Pass, Sheet]
-    rest: tuple[Pass, Sheet]
+    def __init__(self, drafter: DeviceDrafter, count: int, sampling: tuple[bool, bool], context: int) -> None:
+        """For so many sequences, none of which gets beyond `context`."""
+        self._drafter, self._count = drafter, count
+        size = power_of_2(count)
+        self._shapes, self.layouts = [], []
+        for num_read in (NUM_REREAD, 1):
+            is_first = num_read > 1
+            variant = Variant(*sampling, is_ahead=is_first, is_watched=True, decides=True, is_solo=True)
+            shape = drafter.passes.shape_of(num_read * size, size, num_read, context, not is_first, variant)
+            self._shapes.append(shape)
+            self.layouts.append(layout_of(shape, more_arrays(shape, variant)))
 
-    def renew(self, news: SoloNews, table: SequenceTable) -> None:
-        rule, count = news.rule, len(news.sequences)
+    def write_program(self, program: Program, memory: list[torch.Tensor]) -> None:
+        passes = self._drafter.passes
+        parts = zip(self._shapes, self.layouts, memory, strict=True)
+        first, rest = (passes.work_of(passes.over(*part)) for part in parts)
+        program.then(first)
+        program.as_long_as(self._drafter.state.goes_on, rest)
+
+    def begin(self, sheets: list[Sheet], ruling: Ruling) -> None:
+        """Write what stays the same, whoever the sequences are."""
+        count, everybody = self._count, np.arange(self._count)
+        for depth, (shape, sheet) in enumerate(zip(self._shapes, sheets, strict=True)):
+            host = sheet.arrays
+            num_read = shape.num_tokens // shape.num_seqs
+            self._drafter.passes.write_rows(shape, host, ragged_rows(np.full(count, num_read, dtype=np.int64)))
+            ruling.write(host, everybody, everybody, everybody >= 0, depth, number=0)
+            host["depth"][0] = host["first_row"][0] = 0
+            host["count"][0] = count
+        host = sheets[0].arrays
+        host["logit_rows"][:count] = NUM_REREAD * everybody + NUM_REREAD - 1
+        host["judged"].fill(-1)
+        host["judged"][:count] = everybody
+
+    def renew(self, sheets: list[Sheet], news: SoloNews) -> None:
+        rule, count, table = news.rule, self._count, self._drafter.table
         costs = rule.ruling.costs(LONGEST_SOLO + 1)
-        for depth, (entry, sheet) in enumerate((self.first, self.rest)):
+        for depth, (shape, sheet) in enumerate(zip(self._shapes, sheets, strict=True)):
             host = sheet.arrays
             table.write_draws(sheet, news.slots, news.counters)
-            write_tables(sheet, entry, news.tables)
+            write_tables(sheet, shape, news.tables)
             host["bounds"][:count] = rule.ruling.bounds
             host["outlooks"][:count] = rule.ruling.outlooks
             host["rule_numbers"][:] = rule.ruling.numbers
             host["rule_numbers"][3:6] = costs[depth]
-        sheet = self.first[1]
-        host = sheet.arrays
+        first, rest = sheets
+        host = first.arrays
         ends = np.full((count, NUM_ENDS), -1, dtype=np.int64)
         for row, sequence in zip(ends, news.sequences, strict=True):
             known = sorted(sequence.stop_token_ids)[:NUM_ENDS]
             row[: len(known)] = known
-        if sheet.is_new("ends", ends):
+        if first.is_new("ends", ends):
             host["ends"][: ends.size] = ends.ravel()
         host["may_go_on"][:count] = rule.caps > 1
         host["num_tokens"][:count] = [len(sequence.tokens) for sequence in news.sequences]
         host["last_tokens"][:count] = [sequence.tokens[-1] for sequence in news.sequences]
         host["emitted_start"][0], host["emitted_width"][0] = news.places
-        host = self.rest[1].arrays
+        host = rest.arrays
         host["costs"][:] = costs.ravel()
         host["caps"][:count] = rule.caps
 
 
-class SoloDrafter:
-    def __init__(self, drafter: DeviceDrafter) -> None:
-        self.drafter = drafter
-
-    def prepare(
-        self, count: int, sampling: tuple[bool, bool], ruling: Ruling, context: int, verdict: torch.Tensor, turn: int
-    ) -> SoloDraft:
-        """For so many sequences, none of which gets beyond `context`; `verdict` is where the device will find what
-        stood. Whatever is not news is written."""
-        drafter = self.drafter
-        drafter.look_for_verdicts(verdict)
-        passes, size = drafter.passes, power_of_2(count)
-        parts = []
-        for num_read in (NUM_REREAD, 1):
-            is_first = num_read > 1
-            variant = Variant(*sampling, is_ahead=is_first, is_watched=True, decides=True, is_solo=True)
-            shape = passes.shape_of(num_read * size, size, num_read, context, not is_first, variant)
-            entry, sheet = passes.prepare(shape, lambda s=shape, v=variant: more_arrays(s, v), turn)  # type: ignore[misc]
-            host, rows = sheet.arrays, ragged_rows(np.full(count, num_read, dtype=np.int64))
-            passes.write_rows(shape, host, rows)
-            ruling.write(host, np.arange(count), np.arange(count), np.ones(count, dtype=bool), 0 if is_first else 1, 0)
-            host["depth"][0] = host["first_row"][0] = 0
-            host["count"][0] = count
-            parts.append((entry, sheet))
-        first, rest = parts
-        host = first[1].arrays
-        host["logit_rows"][:count] = NUM_REREAD * np.arange(count) + NUM_REREAD - 1
-        host["judged"].fill(-1)
-        host["judged"][:count] = np.arange(count)
-        if rest[0].program is None:
-            rest[0].program = Program(passes.device)
-            rest[0].program.as_long_as(drafter.state.goes_on, passes.work_of(rest[0]))
-        return SoloDraft(first, rest)
-
-    def load(self, draft: SoloDraft) -> None:
-        for entry, sheet in (draft.first, draft.rest):
-            self.drafter.passes.load(entry, sheet)
-
-    def begin(self, draft: SoloDraft, sequences: list[Sequence]) -> None:
-        """The first pass."""
-        self.drafter.passes.start(draft.first[0])
-        self.drafter.have_read_ahead(sequences)
-
-    def go_on(self, draft: SoloDraft) -> None:
-        """All others."""
-        program = draft.rest[0].program
-        assert program is not None
-        program.run()
-
-
-def write_tables(sheet: Sheet, entry: Pass, tables: NDArray[np.int32]) -> None:
+def write_tables(sheet: Sheet, shape: PassShape, tables: NDArray[np.int32]) -> None:
     if sheet.is_new("tables", tables):
-        width = entry.shape.table_width
+        width = shape.table_width
         sheet.arrays["tables"].reshape(-1, width)[: len(tables), : tables.shape[1]] = tables[:, :width]

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from dsde.device.launch import programmatic_launch
 from dsde.models.batch import BLOCK_SIZE
-from dsde.sampling.kernels import MATCH
+from dsde.sampling.kernels import MATCH, NUM_SIGNALS
 
 NUM_HEADS = 4
 NUM_ENDS = 4
@@ -39,13 +39,35 @@ class SoloState:
     """[1] int32, whether somebody drafts on"""
     num_passes: torch.Tensor
     """[1] int32, of the draft so far"""
+    began: torch.Tensor
+    """[1] int64, when the step did, in nanoseconds"""
 
     @classmethod
     def blank(cls, num_seqs: int, device: torch.device) -> SoloState:
         def words(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        return cls(words(num_seqs, NUM_HEADS), words(num_seqs), words(1), words(1))
+        return cls(words(num_seqs, NUM_HEADS), words(num_seqs), words(1), words(1), words(2).view(torch.int64))
+
+
+@dataclass(slots=True)
+class Told:
+    """What the device tells of a step that it has made alone: page-locked, for two steps in turn."""
+
+    numbers: torch.Tensor
+    """[2, 2 + sequences] int32: passes of the draft, nanoseconds that it took, and lengths"""
+    signals: torch.Tensor
+    """[2, rows, NUM_SIGNALS] float32, as in the draft store"""
+
+    @classmethod
+    def blank(cls, num_seqs: int, pinned: bool) -> Told:
+        numbers = torch.zeros((2, 2 + num_seqs), dtype=torch.int32, pin_memory=pinned)
+        return cls(numbers, torch.zeros((2, num_seqs * LONGEST_SOLO, NUM_SIGNALS), pin_memory=pinned))
+
+
+def has_clock() -> bool:
+    """Whether kernels can read the time."""
+    return not triton.knobs.runtime.interpret
 
 
 def solo_sizes(num_seqs: int) -> dict[str, int]:
@@ -88,14 +110,15 @@ def lay_out(
     arrays: dict[str, torch.Tensor],
     state: SoloState,
     fits: torch.Tensor,
-    told: torch.Tensor,
+    signals: torch.Tensor,
+    told: Told,
     table_width: int,
     longest: int,
 ) -> None:
     """Write what the target reads and what is judged, of drafts of up to `longest` tokens that are over, into the
     arrays of a verification; and into `fits` [sizes] which of arrays["sizes"], ascending, is the first that does.
-    `told` [2, 1 + sequences] is the host's: passes and lengths, in row arrays["turn"]. If somebody has ended none fits,
-    and there are GONE passes."""
+    It is `told` in row arrays["turn"], with the draft store's `signals`. If somebody has ended none fits, and there are
+    GONE passes."""
     pdl = programmatic_launch()
     num_seqs, num_rows = len(arrays["contexts"]), len(arrays["tokens"])
     _lay_out_kernel[(1,)](
@@ -106,8 +129,12 @@ def lay_out(
         arrays["turn"],
         arrays["sizes"],
         fits,
-        told,
-        told.stride(0),
+        state.began,
+        signals,
+        told.numbers,
+        told.numbers.stride(0),
+        told.signals,
+        told.signals.stride(0),
         arrays["modes"],
         arrays["counters"],
         arrays["tables"],
@@ -133,6 +160,8 @@ def lay_out(
         ROWS=triton.next_power_of_2(num_rows),
         SIZES=triton.next_power_of_2(len(fits)),
         NOBODY=GONE,
+        NUM_SIGNALS=NUM_SIGNALS,
+        CLOCK=has_clock(),
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
@@ -193,7 +222,9 @@ def _go_deeper_kernel(
     tl.store(first_row, here * num)
 
 
-@triton.jit(do_not_specialize=["told_stride", "num_seqs", "num_rows", "num_sizes", "table_width"])
+@triton.jit(
+    do_not_specialize=["told_stride", "told_signals_stride", "num_seqs", "num_rows", "num_sizes", "table_width"]
+)
 def _lay_out_kernel(
     heads: tl.tensor,
     drafted: tl.tensor,
@@ -202,8 +233,12 @@ def _lay_out_kernel(
     turn: tl.tensor,
     sizes: tl.tensor,
     fits: tl.tensor,
+    began: tl.tensor,
+    signals: tl.tensor,
     told: tl.tensor,
     told_stride: tl.tensor,
+    told_signals: tl.tensor,
+    told_signals_stride: tl.tensor,
     modes: tl.tensor,
     counters: tl.tensor,
     tables: tl.tensor,
@@ -229,11 +264,15 @@ def _lay_out_kernel(
     ROWS: tl.constexpr,
     SIZES: tl.constexpr,
     NOBODY: tl.constexpr,
+    NUM_SIGNALS: tl.constexpr,
+    CLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if CLOCK:
+        now = tl.extra.cuda.globaltimer()
     num = tl.load(count)
     sequence = tl.arange(0, SEQS)
     active = sequence < num
@@ -286,4 +325,11 @@ def _lay_out_kernel(
     tl.store(fits + size, ((total <= most) & (total > least) & (num_ended == 0)).to(tl.int32), mask=known)
     told += tl.load(turn) * told_stride
     tl.store(told, tl.where(num_ended > 0, NOBODY, tl.load(num_passes)))
-    tl.store(told + 1 + sequence, length, mask=active)
+    if CLOCK:
+        tl.store(told + 1, (now - tl.load(began)).to(tl.int32))
+    tl.store(told + 2 + sequence, length, mask=active)
+    told_signals += tl.load(turn) * told_signals_stride
+    drawn = place * num + owner
+    for signal in tl.static_range(NUM_SIGNALS):
+        value = tl.load(signals + NUM_SIGNALS * drawn + signal, mask=used & (place < length[:, None]), other=0.0)
+        tl.store(told_signals + NUM_SIGNALS * drawn + signal, value, mask=used & (place < length[:, None]))

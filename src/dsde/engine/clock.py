@@ -48,8 +48,6 @@ class Timing:
         self.begun, self.drafted, self.judged, self.reads, self.ahead = (Moment(device) for _ in range(5))
         self.has_begun = False
         self.has_read_ahead = False
-        self.was_left = False
-        """the device may have waited before the draft read ahead"""
         self.before: Timing | None = None
         """the step that this one follows on"""
 
@@ -59,14 +57,20 @@ class Timing:
             self.begun.record()
             self.has_begun = True
 
-    def resume(self) -> None:
-        """The device is about to hear that the draft reads ahead, some time behind the verdict."""
+    def go_on(self) -> None:
+        """The device is about to hear of a whole step behind this one, some time behind its verdict."""
         self.reads.record()
-        self.was_left = True
 
     def read_ahead(self) -> None:
         self.ahead.record()
         self.has_read_ahead = True
+
+    def seconds_alone(self, draft_s: float) -> Seconds:
+        """Of a step that was queued as a whole, behind the one before it, and is over; its draft took so long."""
+        assert self.before is not None
+        begun = self.before.reads
+        whole_s, idle_s = begun.until(self.judged), max(self.before.judged.until(begun), 0.0)
+        return Seconds(draft_s, whole_s - draft_s, 0.0, idle_s)
 
     def seconds(self, read: Moment | None) -> Seconds:
         """Wait until the step is over; its times. `read` None: nobody knows when the target had read."""
@@ -76,12 +80,9 @@ class Timing:
         if self.before is not None:
             ended = self.before.judged
             if self.before.has_read_ahead:
-                if self.before.was_left:
-                    idle = max(ended.until(self.before.reads), 0.0)
-                    ended = self.before.reads
-                draft += ended.until(self.before.ahead)
                 ended = self.before.ahead
-            idle += max(ended.until(self.begun), 0.0)
+                draft += self.before.judged.until(ended)
+            idle = max(ended.until(self.begun), 0.0)
         if read is None:
             return Seconds(draft, self.drafted.until(self.judged), 0.0, idle)
         return Seconds(draft, self.drafted.until(read), read.until(self.judged), idle)
@@ -99,7 +100,7 @@ class Clock:
         """For a step that is about to be queued."""
         timing = self._timings[self._next]
         self._next = (self._next + 1) % len(self._timings)
-        timing.has_begun = timing.has_read_ahead = timing.was_left = False
+        timing.has_begun = timing.has_read_ahead = False
         timing.before, self._last = self._last, timing
         return timing
 

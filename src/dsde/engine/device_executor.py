@@ -29,12 +29,21 @@ from dsde.drafting.draft_store import DeviceProposals, Drafts
 from dsde.drafting.kernels import step_on
 from dsde.drafting.sequence_table import SequenceTable, draw_sizes
 from dsde.drafting.signals import SURE
-from dsde.drafting.solo import SoloDrafter, SoloNews, SoloRule
-from dsde.drafting.solo_kernels import LONGEST_SOLO
+from dsde.drafting.solo import SoloDraft, SoloNews, SoloRule
+from dsde.drafting.solo_kernels import LONGEST_SOLO, Told
 from dsde.engine.clock import Clock, Moment, Timing
-from dsde.engine.executor import MOST_ALONE, DraftWish, Flight, HostExecutor, Landing, judged_sequences, propose
+from dsde.engine.executor import (
+    MOST_ALONE,
+    DraftWish,
+    Flight,
+    HostExecutor,
+    Landing,
+    Seconds,
+    judged_sequences,
+    propose,
+)
 from dsde.engine.scheduler import Schedule, blocks_for
-from dsde.engine.solo import Solo, SoloSetting, SoloVerifier, most_rows, solo_rule
+from dsde.engine.solo import Solo, SoloSetting, most_alone, most_rows, solo_rule
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2
@@ -63,7 +72,8 @@ class DeviceFlight:
     wish: DraftWish
     proposals: DeviceProposals
     num_judged_rows: int
-    entry: Pass
+    entry: Pass | None
+    """None: it is part of a program"""
     read: _Read
     answer: Answer
     timing: Timing
@@ -171,11 +181,11 @@ class DeviceExecutor:
         else:
             self.drafts = Drafts(1, self.model.dtype, tokens)
         self.passes = PassRunner(self.model.heads, tokens, self._body)
-        self.solos: SoloVerifier | None = None
-        self.solo_drafter: SoloDrafter | None = None
+        self._most_alone = 0
+        """tokens that the device can draft without the host"""
         if self.drafter is not None and program.can_run(self.device):
-            self.solos = SoloVerifier(self.passes, self.drafter.state)
-            self.solo_drafter = SoloDrafter(self.drafter)
+            self._most_alone = most_alone(self.passes)
+        self._told = Told.blank(MOST_ALONE, pinned=self.device.type == "cuda")
         self.makes_solos = True
         self.num_solos = 0
         """steps that the device made alone, and that counted"""
@@ -184,7 +194,7 @@ class DeviceExecutor:
         self._solo: Solo | None = None
         self._solo_turn = 0
         self._solo_settings: dict[tuple[object, ...], SoloSetting] = {}
-        """by turns, how many sequences there are, how long drafts may be, and how tokens are drawn"""
+        """by how many sequences there are, how long drafts may be, and how tokens are drawn"""
         self._solo_changes: tuple[int, ...] = ()
         """of all that graphs point to, when these were made"""
         self.clock = Clock(self.device)
@@ -252,18 +262,16 @@ class DeviceExecutor:
 
     def _queue_solo(self, work: Schedule, slots: IntArray, flight: DeviceFlight, num_drafted: IntArray) -> bool:
         """The step after `flight`, whose verdict nobody has seen, if the device can make it alone."""
-        drafter, solos, wish = self.solo_drafter, self.solos, flight.wish
+        drafter, decodes, wish = self.drafter, work.decodes, flight.wish
         caught_up = flight.proposals.is_caught_up
-        if drafter is None or solos is None or not self.makes_solos or caught_up is None or not caught_up.all():
+        if drafter is None or not self.makes_solos or self._most_alone < 1 or caught_up is None or not caught_up.all():
             return False
-        decodes = work.decodes
-        max_context = drafter.drafter.model.config.max_position_embeddings
-        rule = solo_rule(work, wish, num_drafted, solos.most, max_context)
-        if rule is None or drafter.drafter.needs_room(len(decodes) * (LONGEST_SOLO + 1), 0):
+        rule = solo_rule(work, wish, num_drafted, self._most_alone, drafter.model.config.max_position_embeddings)
+        if rule is None or drafter.needs_room(len(decodes) * (LONGEST_SOLO + 1), 0):
             return False
         context = max(len(sequence.tokens) for sequence in decodes) + int(num_drafted.max()) + 1 + rule.longest
         sampling = self.table.variant(slots)
-        setting = self._set_solo(len(decodes), sampling, rule, context)
+        setting = self._solo_setting(drafter, len(decodes), sampling, rule, context)
         blocks = [sequence.block_table[: -(-context // BLOCK_SIZE)] for sequence in decodes]
         emitted = flight.read.findings.emitted
         news = SoloNews(
@@ -274,28 +282,16 @@ class DeviceExecutor:
             self.table.tables(slots, max(map(len, blocks))),
             (int(emitted.storage_offset()), emitted.shape[1]),
         )
-        setting.renew(news, self.table)
-
-        entry, sheet = setting.verification
-        flight.timing.resume()
-        # One copy after another: between two passes each would take several times as long.
-        drafter.load(setting.draft)
-        self.passes.load(entry, sheet)
-        drafter.begin(setting.draft, decodes)
-        flight.timing.read_ahead()
+        flight.timing.go_on()
+        self._solo_turn = 1 - self._solo_turn
+        setting.run(news, self.table, self._solo_turn)
+        drafter.have_read_ahead(decodes)
         timing = self.clock.start()
-        timing.begin()
-        drafter.go_on(setting.draft)
-        timing.drafted.record()
-        assert entry.program is not None
-        entry.program.run()
-        read: _Read = entry.result
+        read: _Read = setting.result
         answer = self._fetch(read.findings, flight.answer)
-        proposals = DeviceProposals.nothing(len(decodes))
-        if wish.wants_signals:
-            proposals.signals = self.drafts.fetch_signals(len(decodes) * int(rule.caps.max()), wait=False)
         timing.judged.record()
         is_cold, is_padded = self._count_unusual(has_drafts=True)
+        proposals = DeviceProposals.nothing(len(decodes))
         proposals.is_caught_up = caught_up
         following = DeviceFlight(
             decodes,
@@ -303,7 +299,7 @@ class DeviceExecutor:
             wish,
             proposals,
             0,
-            entry,
+            None,
             read,
             answer,
             timing,
@@ -321,27 +317,26 @@ class DeviceExecutor:
         assert self.drafter is not None
         return self.drafts.num_moves, self.passes.num_forgotten, self.drafter.passes.num_forgotten
 
-    def _set_solo(self, count: int, sampling: tuple[bool, bool], rule: SoloRule, context: int) -> SoloSetting:
-        """For the next turn: the device may not have read yet what it was told in this one."""
-        assert self.solo_drafter is not None
-        assert self.solos is not None
-        self._solo_turn = turn = 1 - self._solo_turn
+    def _solo_setting(
+        self, drafter: DeviceDrafter, count: int, sampling: tuple[bool, bool], rule: SoloRule, context: int
+    ) -> SoloSetting:
         self._make_room(most_rows())
+        drafter.look_for_verdicts(self._findings)
         if self._num_changes != self._solo_changes:
             self._solo_settings.clear()
-        key = (turn, count, rule.longest, sampling)
+            self._solo_changes = self._num_changes
+        key = (count, rule.longest, sampling)
         setting = self._solo_settings.get(key)
         if setting is None or context > setting.room:
-            # Before anything is queued: what is compiled and captured leaves its marks on what the device keeps.
-            draft = self.solo_drafter.prepare(count, sampling, rule.ruling, context, self._findings, turn)
+            draft = SoloDraft(drafter, count, sampling, context)
             variant = _Variant(*sampling, False, _longest_judged(rule.longest, in_parts=True), is_solo=True)
-            verification = self.solos.prepare(count, rule.longest, context, variant, _more_arrays_of_graph, turn)
-            setting = self._solo_settings[key] = SoloSetting(draft, verification)
-            self._solo_changes = self._num_changes
+            setting = SoloSetting(draft, self.passes, count, rule.longest, context, variant, _more_arrays_of_graph)
+            setting.prepare(rule.ruling, drafter.state, self.drafts.signals, self._told)
+            self._solo_settings[key] = setting
         return setting
 
     def follow(self, flight: Flight) -> Flight | None:
-        if not isinstance(flight, DeviceFlight) or flight.drafted.any() or flight.solo is not None:
+        if not isinstance(flight, DeviceFlight) or flight.drafted.any() or flight.entry is None:
             return None
         entry = flight.entry
         has_room = flight.longest_context < entry.shape.table_width * BLOCK_SIZE
@@ -596,21 +591,19 @@ class DeviceExecutor:
         return answer
 
     def _finish_solo(self, flight: DeviceFlight) -> Landing:
-        solo, solos = flight.solo, self.solos
-        assert solo is not None
-        assert solos is not None
+        assert flight.solo is not None
         flight.timing.judged.wait()
-        signals = flight.proposals.signals
-        flight.proposals = solo.proposals(solos.told[solo.turn])
-        flight.proposals.signals = signals
+        flight.proposals, draft_s = flight.solo.proposals(self._told)
         flight.drafted = flight.proposals.lengths
         flight.num_judged_rows = int(flight.drafted.sum()) + len(flight.judged)
         for sequence, length in zip(flight.judged, flight.drafted.tolist(), strict=True):
             sequence.num_draft_computed = len(sequence.tokens) + max(length - 1, 0)
-        return self._finish(flight)
+        return self._describe(flight, flight.timing.seconds_alone(draft_s))
 
     def _finish(self, flight: DeviceFlight) -> Landing:
-        seconds = flight.timing.seconds(None if flight.is_followed else flight.read.moment)
+        return self._describe(flight, flight.timing.seconds(None if flight.is_followed else flight.read.moment))
+
+    def _describe(self, flight: DeviceFlight, seconds: Seconds) -> Landing:
         count, drafted, answer = len(flight.judged), flight.drafted, flight.answer
         accepted = answer.accepted[:count].astype(np.int64)
         emitted = answer.emitted[:count].tolist()

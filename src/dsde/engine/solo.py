@@ -9,10 +9,11 @@ somebody's text has ended it takes none. Knows nothing of policies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,13 +27,13 @@ from dsde.drafting.draft_store import DeviceProposals
 from dsde.drafting.ruling import Ruling
 from dsde.drafting.sequence_table import SequenceTable
 from dsde.drafting.solo import SoloDraft, SoloNews, SoloRule, write_tables
-from dsde.drafting.solo_kernels import GONE, LONGEST_SOLO, SoloState, lay_out
+from dsde.drafting.solo_kernels import GONE, LONGEST_SOLO, SoloState, Told, lay_out
 from dsde.engine.executor import MOST_ALONE, DraftWish
 from dsde.engine.scheduler import Schedule
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import power_of_2
 from dsde.models.kernels import attention
-from dsde.models.passes import Pass, PassRunner, PassShape
+from dsde.models.passes import PassRunner, PassShape, layout_of
 
 if TYPE_CHECKING:
     from dsde.engine.device_executor import DeviceFlight
@@ -43,25 +44,6 @@ _SHORT_SOLO = 7
 """tokens drafted at most where drafts are mostly half as long: near its end a request must have room for the longest"""
 _FEWEST_ROWS = 4
 """of the target's smallest pass: fewer take as long"""
-
-
-@dataclass(slots=True)
-class SoloSetting:
-    """What stays the same from step to step."""
-
-    draft: SoloDraft
-    verification: tuple[Pass, Sheet]
-
-    @property
-    def room(self) -> int:
-        """tokens that a sequence may have"""
-        return self.verification[0].shape.table_width * BLOCK_SIZE
-
-    def renew(self, news: SoloNews, table: SequenceTable) -> None:
-        self.draft.renew(news, table)
-        entry, sheet = self.verification
-        table.write_draws(sheet, news.slots, news.counters)
-        write_tables(sheet, entry, news.tables)
 
 
 @dataclass(slots=True)
@@ -87,15 +69,18 @@ class Solo:
             and all(s.block_table[: len(held)] == held for s, held in zip(work.decodes, self.blocks, strict=True))
         )
 
-    def proposals(self, told: NDArray[np.int32]) -> DeviceProposals:
-        """What was drafted, which by now the device has told: passes and lengths."""
-        num_passes, *lengths = told[: 1 + len(self.caps)].tolist()
+    def proposals(self, told: Told) -> tuple[DeviceProposals, float]:
+        """What was drafted, which by now the device has told, and how many seconds that took."""
+        num_passes, draft_ns, *lengths = told.numbers[self.turn, : 2 + len(self.caps)].tolist()
         if num_passes == GONE:
             raise RuntimeError("The device took a text for ended that goes on.")
         drafted = np.array(lengths, dtype=np.int64)
         count, depths = len(lengths), np.arange(max(lengths))
         rows = np.where(depths < drafted[:, None], depths * count + np.arange(count)[:, None], -1)
-        return DeviceProposals(drafted, rows, is_caught_up=np.ones(count, dtype=bool), num_passes=num_passes)
+        is_caught_up = np.ones(count, dtype=bool)
+        signals = told.signals[self.turn].numpy() if self.flight.wish.wants_signals else None
+        proposals = DeviceProposals(drafted, rows, is_caught_up=is_caught_up, num_passes=num_passes, signals=signals)
+        return proposals, 1e-9 * draft_ns
 
 
 def solo_rule(work: Schedule, wish: DraftWish, num_drafted: IntArray, most: int, max_context: int) -> SoloRule | None:
@@ -131,68 +116,98 @@ def _is_by_rule(wish: DraftWish) -> bool:
     )
 
 
-class SoloVerifier:
-    """The target's part of such steps."""
+class SoloSetting:
+    """Steps of so many sequences, drafted up to so far: memory, and the program that the device goes through."""
 
-    def __init__(self, passes: PassRunner, state: SoloState) -> None:
-        self.passes = passes
-        self.state = state
-        is_cuda = passes.device.type == "cuda"
-        told = torch.zeros((2, 1 + MOST_ALONE), dtype=torch.int32, pin_memory=is_cuda)
-        self._told = told
-        self.told: NDArray[np.int32] = told.numpy()
-        """by turns, on the host: passes of the draft, and lengths"""
-        self.most = _most_alone(passes)
-
-    def prepare(
+    def __init__(
         self,
+        draft: SoloDraft,
+        passes: PassRunner,
         count: int,
         longest: int,
         context: int,
         variant: tuple[object, ...],
         more: Callable[[PassShape], dict[str, int]],
-        turn: int,
-    ) -> tuple[Pass, Sheet]:
-        """The largest of the passes for so many sequences, and the sheet of whichever it will be, but for draws and all
-        that is news; `more` names arrays of the body's own. To be run behind drafts."""
+    ) -> None:
+        """`passes` are the target's; `more` names arrays of its body's own."""
+        self._draft, self._count, self._longest = draft, count, longest
         num_seqs = power_of_2(count)
-        sizes = _sizes(num_seqs, longest)
-        shapes = [self._shape(size, num_seqs, longest, context, variant) for size in sizes]
-        own = {"count": 1, "turn": 1, "sizes": len(sizes)}
-        entry, sheet = self.passes.prepare(shapes[-1], lambda: {**more(shapes[-1]), **own}, turn)
-        if entry.program is None:
-            smaller = [self.passes.smaller(entry, shape, more(shape)) for shape in shapes[:-1]]
-            entry.program = self._write_program([*smaller, entry], longest)
-        host = sheet.arrays
-        host["table_offsets"][:] = np.arange(num_seqs) * shapes[-1].table_width
-        host["items"].fill(-1)
-        host["items"][: 2 * count] = np.stack((np.arange(count), np.zeros(count)), axis=1).ravel()
-        host["count"][0], host["turn"][0] = count, turn
-        host["sizes"][:] = sizes
-        return entry, sheet
+        self._sizes = _sizes(num_seqs, longest)
+        rows_of_one = [min(longest + 1, size - num_seqs + 1) for size in self._sizes]
+        self._shapes = [
+            passes.shape_of(size, num_seqs, rows, context, takes_all_rows=True, variant=variant)
+            for size, rows in zip(self._sizes, rows_of_one, strict=True)
+        ]
+        own = {"count": 1, "turn": 1, "sizes": len(self._sizes)}
+        layout = layout_of(self._shapes[-1], {**more(self._shapes[-1]), **own})
+        self._layouts = [*draft.layouts, layout]
+        self._passes, self._more = passes, more
+        self._device_words = torch.zeros(self._num_words, dtype=torch.int32, device=passes.device)
+        is_cuda = passes.device.type == "cuda"
+        # The device may not have read one step's yet when the next one's are written.
+        self._host_words = torch.zeros((2, self._num_words), dtype=torch.int32, pin_memory=is_cuda)
+        self._sheets = [
+            [Sheet.over(layout, words) for layout, words in zip(self._layouts, self._parts(half), strict=True)]
+            for half in self._host_words
+        ]
+        self.result: Any = None
+        """what the body of the target's pass leaves"""
+        self._program: Program | None = None
 
-    def _write_program(self, passes: list[Pass], longest: int) -> Program:
-        largest, width = passes[-1], passes[-1].shape.table_width
-        works = [self.passes.work_of(entry) for entry in passes]
-        fits = torch.zeros(len(passes), dtype=torch.int32, device=self.passes.device)
+    @property
+    def _num_words(self) -> int:
+        return sum(layout.num_words for layout in self._layouts)
+
+    def _parts(self, words: torch.Tensor) -> list[torch.Tensor]:
+        ends = np.cumsum([layout.num_words for layout in self._layouts]).tolist()
+        return [words[start:end] for start, end in itertools.pairwise([0, *ends])]
+
+    @property
+    def room(self) -> int:
+        """tokens that a sequence may have"""
+        return self._shapes[-1].table_width * BLOCK_SIZE
+
+    def prepare(self, ruling: Ruling, state: SoloState, signals: torch.Tensor, told: Told) -> None:
+        """Compile and capture everything, and write what stays the same, whoever the sequences are. Before anything is
+        queued: it leaves its marks on what the device keeps."""
+        *draft_words, words = self._parts(self._device_words)
+        program = Program(self._passes.device)
+        self._draft.write_program(program, draft_words)
+        largest = self._passes.over(self._shapes[-1], self._layouts[-1], words)
+        smaller = [self._passes.smaller(largest, shape, self._more(shape)) for shape in self._shapes[:-1]]
+        works = [self._passes.work_of(entry) for entry in (*smaller, largest)]
+        self.result = largest.result
+        fits = torch.zeros(len(works), dtype=torch.int32, device=self._passes.device)
+        width = self._shapes[-1].table_width
 
         def lay_out_rows() -> None:
-            lay_out(largest.arrays, self.state, fits, self._told, width, longest)
+            lay_out(largest.arrays, state, fits, signals, told, width, self._longest)
 
         lay_out_rows()  # of nobody, to compile it
-        program = Program(self.passes.device)
-        program.then(self.passes.work(lay_out_rows))
+        program.then(self._passes.work(lay_out_rows))
         program.one_of([(fits[i : i + 1], work) for i, work in enumerate(works)])
-        return program
+        self._program = program
+        for turn, (*draft_sheets, sheet) in enumerate(self._sheets):
+            self._draft.begin(draft_sheets, ruling)
+            host, count = sheet.arrays, self._count
+            host["table_offsets"][:] = np.arange(self._shapes[-1].num_seqs) * width
+            host["items"].fill(-1)
+            host["items"][: 2 * count] = np.stack((np.arange(count), np.zeros(count)), axis=1).ravel()
+            host["count"][0], host["turn"][0] = count, turn
+            host["sizes"][:] = self._sizes
 
-    def _shape(
-        self, num_tokens: int, num_seqs: int, longest: int, context: int, variant: tuple[object, ...]
-    ) -> PassShape:
-        rows_of_one = min(longest + 1, num_tokens - num_seqs + 1)
-        return self.passes.shape_of(num_tokens, num_seqs, rows_of_one, context, takes_all_rows=True, variant=variant)
+    def run(self, news: SoloNews, table: SequenceTable, turn: int) -> None:
+        """One copy there, and all of it is queued."""
+        *draft_sheets, sheet = self._sheets[turn]
+        self._draft.renew(draft_sheets, news)
+        table.write_draws(sheet, news.slots, news.counters)
+        write_tables(sheet, self._shapes[-1], news.tables)
+        self._device_words.copy_(self._host_words[turn], non_blocking=True)
+        assert self._program is not None
+        self._program.run()
 
 
-def _most_alone(passes: PassRunner) -> int:
+def most_alone(passes: PassRunner) -> int:
     """Tokens that a sequence may draft, as far as the target is concerned: one item of attention holds them."""
     heads, longest = passes.heads, LONGEST_SOLO
     while attention.queries_per_item(longest + 1, heads.per_kv, heads.head_dim, heads.dtype) <= longest:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsde.device.program import Program, Work
+from dsde.device.program import Work
 from dsde.device.staging import Layout, Sheet
 from dsde.models.batch import BLOCK_SIZE, Heads, PackedBatch
 from dsde.models.buckets import MOST_GRAPH_TOKENS, bucket, context_bucket, power_of_2, ragged_bucket
@@ -150,8 +150,6 @@ class Pass:
     underway: Generator[None, None, Any] | None = None
     """of a pass that has been begun and is not captured"""
     result: Any = None
-    program: Program | None = None
-    """of which it is a part; gone when its memory is"""
 
     @property
     def is_captured(self) -> bool:
@@ -347,8 +345,11 @@ class PassRunner:
         return entry, sheet
 
     def _make(self, shape: PassShape, more: dict[str, int]) -> Pass:
-        layout = Layout({**_sizes(shape), **more})
-        words = torch.empty(layout.num_words, dtype=torch.int32, device=self.device)
+        layout = layout_of(shape, more)
+        return self.over(shape, layout, torch.empty(layout.num_words, dtype=torch.int32, device=self.device))
+
+    def over(self, shape: PassShape, layout: Layout, words: torch.Tensor) -> Pass:
+        """A pass whose memory is the caller's."""
         return self._over(shape, layout, words, layout.views(words))
 
     def smaller(self, entry: Pass, shape: PassShape, sizes: dict[str, int]) -> Pass:
@@ -542,6 +543,11 @@ class _Played:
 
     def raw_cuda_graph(self) -> int:
         raise NotImplementedError("there are no graphs here")
+
+
+def layout_of(shape: PassShape, more: dict[str, int]) -> Layout:
+    """Of a pass's memory; `more` are arrays of the body's own."""
+    return Layout({**_sizes(shape), **more})
 
 
 def _sizes(shape: PassShape) -> dict[str, int]:

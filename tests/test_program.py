@@ -51,6 +51,7 @@ def test_work_is_done_as_long_as_a_word_says_so() -> None:
     program = Program(DEVICE)
     program.as_long_as(left, work_of(go_on))
     program.then(work_of(lambda: after.copy_(count)))
+    program.finish()
     for times in (3, 0, 1, 20):
         left.fill_(times)
         count.zero_()
@@ -65,6 +66,7 @@ def test_one_of_several_is_done_and_may_be_chosen_by_what_is_done_before() -> No
     program = Program(DEVICE)
     program.then(work_of(lambda: fits.copy_(numbers == choice)))
     program.one_of([(fits[i : i + 1], work_of(lambda i=i: found.add_(10**i))) for i in range(3)])  # type: ignore[misc]
+    program.finish()
     for chosen, expected in ((0, 1), (2, 100), (1, 10), (7, 0)):
         choice.fill_(chosen)
         found.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from dsde import SamplingParams
 from dsde.core.stops import Stop, StopByWorth
+from dsde.device.program import Program, ProgramError
 from dsde.drafting.foresight import Foresight
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
@@ -27,8 +29,9 @@ from test_device_engine import (
     tokens_of,
     way,
 )
+from test_lossless_distribution import LENGTH, PROMPT, TOO_UNLIKELY, enumerate_outputs, p_value, with_seed
 from test_lossless_greedy import answers_together, check_same
-from tiny import make_engine, run
+from tiny import make_engine, run, tiny_model
 
 pytest.importorskip("triton")
 __all__ = ["kernels", "way"]  # fixtures
@@ -138,6 +141,20 @@ def test_rules_of_the_moment_are_not_used_for_another(way: Way) -> None:
     assert executor_of(engine).num_solos == 0
 
 
+def test_where_the_driver_refuses_the_host_is_asked(way: Way) -> None:
+    def refuse(_: Program) -> None:
+        raise ProgramError("cuGraphAddNode failed: CUDA_ERROR_NOT_SUPPORTED.")
+
+    way.monkeypatch.setattr(Program, "finish", refuse)
+    engine = way.engine("close", Ruled(rule_of_many_lengths))
+    work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=40))] * 2
+    with pytest.warns(UserWarning, match="The host is asked at every step: cuGraphAddNode") as warned:
+        check_same(way.alone(work), answers_together(engine, work, seed=0))
+    assert len(warned) == 1
+    assert executor_of(engine).num_solos == 0
+    assert engine.metrics.num_accepted_tokens > 0
+
+
 def rule_of_many_lengths(count: int) -> Stop:
     outlooks = np.linspace(0.7, 0.9, count)
     return StopByWorth(
@@ -165,6 +182,23 @@ def test_long_drafts_have_room(way: Way, usual: int) -> None:
     longest = min(15 if usual == 6 else 7, executor._most_alone)
     assert executor.num_solos >= 2
     assert sum(int(outcome.drafted[0]) == longest for outcome in policy.outcomes) >= executor.num_solos - 1
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_sampled_text_is_distributed_as_the_targets(way: Way, seeded: bool) -> None:
+    """Its beginning, of which the device makes most alone; by the ratio rule, and by common noise."""
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    target, draft = tiny_model(6, seed=3, device=DEVICE), tiny_model(6, seed=3, noise=0.3, device=DEVICE)
+    engine = make_engine(target, draft, Ruled(rule_always, length=2), max_num_seqs=3, seed=11)
+    for number in range(2000 if HAS_CUDA else 300):
+        engine.add(PROMPT, with_seed(params, number) if seeded else params)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for output in run(engine).values():
+        counts[tuple(output.outputs[0].token_ids[:LENGTH])] += 1
+    executor = executor_of(engine)
+    assert executor.num_solos > engine.metrics.num_steps / 6
+    assert engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
+    assert p_value(enumerate_outputs(replace(params, max_tokens=LENGTH)), counts) > TOO_UNLIKELY
 
 
 def test_kernels_make_steps_alone(kernels: Way) -> None:

@@ -51,6 +51,10 @@ _PTX = b"""
 """
 
 
+class ProgramError(RuntimeError):
+    """The driver does not take a program."""
+
+
 class Work(Protocol):
     """A captured graph, or something that can be done as one is replayed."""
 
@@ -78,11 +82,14 @@ class Program:
         """Whichever has its word set: one at most."""
         self._lines.append(("if", list(choices)))
 
-    def run(self) -> None:
-        """Or rather queue it."""
+    def finish(self) -> None:
+        """Nothing more will be written."""
         if self._device.type == "cuda":
-            if self._graph is None:
-                self._graph = _DriverGraph(self._lines)
+            self._graph = _DriverGraph(self._lines)
+
+    def run(self) -> None:
+        """Or rather queue it, once it is finished."""
+        if self._graph is not None:
             self._graph.launch()
             return
         for kind, choices in self._lines:
@@ -100,8 +107,10 @@ def can_run(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     version = c_int()
-    driver = _driver()
-    _check(driver.cuDriverGetVersion(byref(version)), "cuDriverGetVersion")
+    try:
+        _check(_driver().cuDriverGetVersion(byref(version)), "cuDriverGetVersion")
+    except (OSError, ProgramError):  # it goes by another name there
+        return False
     return version.value >= _OLDEST_DRIVER and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
 
 
@@ -228,4 +237,4 @@ def _check(rc: int, call: str) -> None:
     if rc:
         name = c_char_p()
         _driver().cuGetErrorName(rc, byref(name))
-        raise RuntimeError(f"{call} failed: {(name.value or b'unknown').decode()}.")
+        raise ProgramError(f"{call} failed: {(name.value or b'unknown').decode()}.")

@@ -10,6 +10,7 @@ lossless, need the host to look at every token; a step with one of them goes the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from dsde.core.params import LONGEST_DRAFT
 from dsde.core.sequence import Sequence
 from dsde.core.stops import SIGNALS
-from dsde.device import program
+from dsde.device.program import ProgramError, can_run
 from dsde.device.staging import Sheet
 from dsde.drafting import ModelDrafter
 from dsde.drafting.device import DeviceDrafter, draws_of
@@ -183,7 +184,7 @@ class DeviceExecutor:
         self.passes = PassRunner(self.model.heads, tokens, self._body)
         self._most_alone = 0
         """tokens that the device can draft without the host"""
-        if self.drafter is not None and program.can_run(self.device):
+        if self.drafter is not None and can_run(self.device):
             self._most_alone = most_alone(self.passes)
         self._told = Told.blank(MOST_ALONE, pinned=self.device.type == "cuda")
         self.makes_solos = True
@@ -271,7 +272,12 @@ class DeviceExecutor:
             return False
         context = max(len(sequence.tokens) for sequence in decodes) + int(num_drafted.max()) + 1 + rule.longest
         sampling = self.table.variant(slots)
-        setting = self._solo_setting(drafter, len(decodes), sampling, rule, context)
+        try:
+            setting = self._solo_setting(drafter, len(decodes), sampling, rule, context)
+        except ProgramError as error:
+            warnings.warn(f"The host is asked at every step: {error}", stacklevel=2)
+            self._most_alone = 0
+            return False
         blocks = [sequence.block_table[: -(-context // BLOCK_SIZE)] for sequence in decodes]
         emitted = flight.read.findings.emitted
         news = SoloNews(

@@ -186,6 +186,7 @@ class SoloSetting:
         lay_out_rows()  # of nobody, to compile it
         program.then(self._passes.work(lay_out_rows))
         program.one_of([(fits[i : i + 1], work) for i, work in enumerate(works)])
+        program.finish()
         self._program = program
         for turn, (*draft_sheets, sheet) in enumerate(self._sheets):
             self._draft.begin(draft_sheets, ruling)

@@ -347,10 +347,11 @@ def go_deeper(arrays: dict[str, torch.Tensor], state: SoloState, table_width: in
     count, depth = int(arrays["count"]), int(arrays["depth"]) + 1
     tables = arrays["tables"].view(-1, table_width)
     for sequence, (head, _, gained, _) in enumerate(state.heads[:count].tolist()):
-        position = torch.tensor([head + depth - 1])
+        has_room = depth < int(arrays["caps"][sequence])
+        position = torch.tensor([head + depth - 1 if has_room else 0])
         arrays["positions"][sequence] = position
-        arrays["slots"][sequence] = _slots(tables[sequence], position)[0]
-        arrays["contexts"][sequence] = head + depth
+        arrays["slots"][sequence] = _slots(tables[sequence], position)[0] if has_room else -1
+        arrays["contexts"][sequence] = position + 1
         arrays["sources"][sequence] = (depth - 1) * count + sequence
         arrays["places"][sequence] = depth * count + sequence
         assert int(arrays["caps"][sequence]) <= 15
@@ -377,7 +378,8 @@ def lay_out(
     for name in ("sources", "slots", "row_sequences", "row_drafts"):
         arrays[name].fill_(-1)
     tables = arrays["tables"].view(-1, table_width)
-    for sequence, length in enumerate(state.lengths[:count].tolist()):
+    has_ended = bool(state.heads[:count, 3].any())
+    for sequence, length in enumerate([0] * count if has_ended else state.lengths[:count].tolist()):
         head, newest, gained, _ = state.heads[sequence].tolist()
         assert 0 <= length <= longest
         arrays["starts"][sequence] = arrays["judged_starts"][sequence] = row
@@ -398,7 +400,6 @@ def lay_out(
         numbers[2 + sequence] = length
     arrays["starts"][count:] = row
     arrays["judged_starts"][count:] = row
-    has_ended = bool(state.heads[:count, 3].any())
     numbers[0] = GONE if has_ended else state.num_passes[0]
     numbers[1] = min(time.perf_counter_ns() - int(state.began), 1 << 30)
     sizes = [0, *arrays["sizes"].tolist()]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsde import SamplingParams
 from dsde.core.stops import Stop, StopByWorth
@@ -14,6 +18,7 @@ from dsde.device.program import Program, ProgramError
 from dsde.drafting.foresight import Foresight
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
+from dsde.engine.solo import SoloSetting
 from dsde.policies import BatchView, Plan
 from test_device_engine import (
     DEVICE,
@@ -138,6 +143,72 @@ def test_rules_of_the_moment_are_not_used_for_another(way: Way) -> None:
     engine = way.engine("close", Ruled(rule))
     work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=24))]
     check_same(way.alone(work), answers_together(engine, work, seed=0))
+    assert executor_of(engine).num_solos == 0
+
+
+@pytest.mark.parametrize("ends", [(29, 120), (60, 61, 90), (16, 33, 50, 120)])
+def test_who_has_no_room_left_writes_nothing_while_others_draft_on(way: Way, ends: tuple[int, ...]) -> None:
+    """A draft that knows everything is never wrong, unless somebody else writes to its memory."""
+    work = [
+        ([1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=end, ignore_eos=True)) for i, end in enumerate(ends)
+    ]
+    engine = way.engine("target", Ruled(rule_always, length=7), max_num_seqs=len(ends))
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    assert executor_of(engine).num_solos > 3
+    if not HAS_CUDA:  # where sums may be made in another order
+        assert engine.metrics.num_accepted_tokens == engine.metrics.num_draft_tokens
+
+
+def test_nobody_drafts_beyond_the_drafts_own_longest_context(way: Way) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    work = [(list(range(1, 1 + count)), params) for count in (9, 3, 16, 3, 22, 3)]
+    engine = way.engine("short context", Ruled(rule_always, length=7), max_num_seqs=2)
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    assert executor_of(engine).num_solos > 0
+
+
+@pytest.mark.parametrize("length", [5, 12, 20])
+def test_who_asks_for_a_length_gets_it(way: Way, length: int) -> None:
+    """Beside others who go by a rule."""
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    engine = way.engine("target", Ruled(rule_by_worth, length=7), max_num_seqs=2)
+    engine.add([1, 2, 3], replace(params, speculation=length), trace=True)
+    engine.add([4, 5, 6], params)
+    done = run(engine)
+    trace = next(output.metrics.trace for output in done.values() if output.metrics.trace)
+    drafted = [record.drafted for record in trace or []]
+    assert set(drafted[1:-2]) == {length}
+    assert executor_of(engine).num_solos > 3
+
+
+def test_an_engine_that_nobody_uses_is_gone_at_once(way: Way) -> None:
+    """With all its memory, and not at some garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = way.engine("close", Ruled(rule_of_many_lengths, rule_of_many_lengths, None), max_num_seqs=2)
+        for i in range(3):
+            engine.add([1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=40))
+        run(engine)
+        executor = executor_of(engine)
+        assert executor.num_solos > 0
+        assert executor.num_dropped > 0
+        gone = weakref.ref(executor)
+        del engine, executor
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_without_memory_for_it_the_host_is_asked(way: Way) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    way.monkeypatch.setattr(SoloSetting, "prepare", fail)
+    engine = way.engine("close", Ruled(rule_of_many_lengths))
+    work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=40))]
+    with pytest.warns(UserWarning, match="The host is asked at every step: CUDA out of memory"):
+        check_same(way.alone(work), answers_together(engine, work, seed=0))
     assert executor_of(engine).num_solos == 0
 
 

@@ -154,12 +154,12 @@ class _DriverGraph:
         self._lines = lines
         self._graph, self._executable = c_void_p(), c_void_p()
         _check(self._driver.cuGraphCreate(byref(self._graph), c_uint(0)), "cuGraphCreate")
+        weakref.finalize(self, _destroy, self._graph, self._executable).atexit = False
         last: list[c_void_p] = []
         for kind, choices in lines:
             last = [self._add(self._graph, last, kind, word, work) for word, work in choices]
         rc = self._driver.cuGraphInstantiateWithFlags(byref(self._executable), self._graph, c_ulonglong(0))
         _check(rc, "cuGraphInstantiateWithFlags")
-        weakref.finalize(self, _destroy, self._graph, self._executable).atexit = False
 
     def launch(self) -> None:
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -229,7 +229,8 @@ def _look_kernel(device: int) -> tuple[c_void_p, c_void_p]:
 
 def _destroy(graph: c_void_p, executable: c_void_p) -> None:
     _driver().cuCtxSynchronize()  # it may be under way
-    _driver().cuGraphExecDestroy(executable)
+    if executable:
+        _driver().cuGraphExecDestroy(executable)
     _driver().cuGraphDestroy(graph)
 
 

@@ -200,15 +200,17 @@ def _go_deeper_kernel(
     here = tl.load(depth) + 1
     sequence = tl.arange(0, SIZE)
     active = sequence < num
-    context = tl.load(heads + NUM_HEADS * sequence, mask=active, other=1) + here
+    cap = tl.load(caps + sequence, mask=active, other=0)
+    # Beyond its cap a sequence may have neither memory nor positions: then it reads on at its beginning, for nobody.
+    has_room = active & (here < cap)
+    context = tl.load(heads + NUM_HEADS * sequence, mask=has_room, other=1) + tl.where(has_room, here, 0)
     position = context - 1
-    block = tl.load(tables + sequence * table_width + position // BLOCK, mask=active, other=0)
+    block = tl.load(tables + sequence * table_width + position // BLOCK, mask=has_room, other=0)
     tl.store(positions + sequence, position, mask=active)
-    tl.store(slots + sequence, block * BLOCK + position % BLOCK, mask=active)
+    tl.store(slots + sequence, tl.where(has_room, block * BLOCK + position % BLOCK, -1), mask=active)
     tl.store(contexts + sequence, context, mask=active)
     tl.store(sources + sequence, (here - 1) * num + sequence, mask=active)
     tl.store(places + sequence, here * num + sequence, mask=active)
-    cap = tl.load(caps + sequence, mask=active, other=0)
     tl.store(may_go_on + sequence, (cap > here + 1).to(tl.int32), mask=active)
     # A seeded sequence's noise belongs to the position, which the verdict has moved.
     is_seeded = active & (tl.load(modes + sequence, mask=active, other=0) == MATCH) & (here == 1)
@@ -276,7 +278,9 @@ def _lay_out_kernel(
     num = tl.load(count)
     sequence = tl.arange(0, SEQS)
     active = sequence < num
-    length = tl.load(drafted + sequence, mask=active, other=0)
+    # If somebody has ended nobody will ask for this step, there is no need for it, and not all lengths are known.
+    num_ended = tl.sum(tl.load(heads + NUM_HEADS * sequence + 3, mask=active, other=0))
+    length = tl.load(drafted + sequence, mask=active & (num_ended == 0), other=0)
     head = tl.load(heads + NUM_HEADS * sequence, mask=active, other=0)
     newest = tl.load(heads + NUM_HEADS * sequence + 1, mask=active, other=0)
     count_of = tl.where(active, length + 1, 0)
@@ -320,13 +324,11 @@ def _lay_out_kernel(
     known = size < num_sizes
     most = tl.load(sizes + size, mask=known, other=0)
     least = tl.load(sizes + size - 1, mask=known & (size > 0), other=-1)
-    # If somebody has ended nobody will ask for this step, and there is no need for it.
-    num_ended = tl.sum(tl.load(heads + NUM_HEADS * sequence + 3, mask=active, other=0))
     tl.store(fits + size, ((total <= most) & (total > least) & (num_ended == 0)).to(tl.int32), mask=known)
     told += tl.load(turn) * told_stride
     tl.store(told, tl.where(num_ended > 0, NOBODY, tl.load(num_passes)))
     if CLOCK:
-        tl.store(told + 1, (now - tl.load(began)).to(tl.int32))
+        tl.store(told + 1, tl.minimum(now - tl.load(began), (1 << 31) - 1).to(tl.int32))
     tl.store(told + 2 + sequence, length, mask=active)
     told_signals += tl.load(turn) * told_signals_stride
     drawn = place * num + owner

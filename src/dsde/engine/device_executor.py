@@ -44,7 +44,7 @@ from dsde.engine.executor import (
     propose,
 )
 from dsde.engine.scheduler import Schedule, blocks_for
-from dsde.engine.solo import Solo, SoloSetting, most_alone, most_rows, solo_rule
+from dsde.engine.solo import Solo, SoloSetting, most_alone, most_rows, solo_rule, told_proposals
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2
@@ -87,8 +87,8 @@ class DeviceFlight:
 
     is_followed: bool = False
     """another step has been queued that writes to the same places"""
-    solo: Solo | None = None
-    """what the device makes alone; until it has landed nobody knows what was drafted"""
+    turn: int | None = None
+    """in which the device tells what it has drafted alone, known when it has landed; None: the host knows"""
 
     @property
     def num_catch_up_tokens(self) -> IntArray | None:
@@ -246,7 +246,7 @@ class DeviceExecutor:
     def _take_solo(self, solo: Solo, work: Schedule, slots: IntArray, wish: DraftWish) -> DeviceFlight:
         """The step has been made already."""
         flight = solo.flight
-        flight.wish = wish
+        flight.wish, flight.finish = wish, self._finish_solo
         assert self.drafter is not None
         self.drafter.forget_ahead()
         self.num_solos += 1
@@ -274,9 +274,11 @@ class DeviceExecutor:
         sampling = self.table.variant(slots)
         try:
             setting = self._solo_setting(drafter, len(decodes), sampling, rule, context)
-        except ProgramError as error:
+        except (ProgramError, torch.OutOfMemoryError) as error:
+            # Nothing but passes of nobody have been made.
             warnings.warn(f"The host is asked at every step: {error}", stacklevel=2)
             self._most_alone = 0
+            self._solo_settings.clear()
             return False
         blocks = [sequence.block_table[: -(-context // BLOCK_SIZE)] for sequence in decodes]
         emitted = flight.read.findings.emitted
@@ -309,12 +311,13 @@ class DeviceExecutor:
             read,
             answer,
             timing,
-            self._finish_solo,
+            _refuse,  # until it counts: it must not hold this, which would hold it
             context,
             is_cold,
             is_padded,
+            turn=self._solo_turn,
         )
-        self._solo = following.solo = Solo(following, rule.caps, self._solo_turn, blocks, self._num_changes)
+        self._solo = Solo(following, rule.caps, blocks, self._num_changes)
         return True
 
     @property
@@ -343,6 +346,8 @@ class DeviceExecutor:
 
     def follow(self, flight: Flight) -> Flight | None:
         if not isinstance(flight, DeviceFlight) or flight.drafted.any() or flight.entry is None:
+            return None
+        if self._solo is not None:  # it writes to the same places
             return None
         entry = flight.entry
         has_room = flight.longest_context < entry.shape.table_width * BLOCK_SIZE
@@ -597,9 +602,9 @@ class DeviceExecutor:
         return answer
 
     def _finish_solo(self, flight: DeviceFlight) -> Landing:
-        assert flight.solo is not None
+        assert flight.turn is not None
         flight.timing.judged.wait()
-        flight.proposals, draft_s = flight.solo.proposals(self._told)
+        flight.proposals, draft_s = told_proposals(self._told, flight.turn, len(flight.judged))
         flight.drafted = flight.proposals.lengths
         flight.num_judged_rows = int(flight.drafted.sum()) + len(flight.judged)
         for sequence, length in zip(flight.judged, flight.drafted.tolist(), strict=True):
@@ -645,6 +650,10 @@ class DeviceExecutor:
             size = (max(num_rows, min(2 * self._logits.shape[0], MOST_GRAPH_TOKENS)), self._logits.shape[1])
             self._logits = self._logits[:0].clone()
             self._logits = self._logits.new_empty(size)
+
+
+def _refuse(flight: DeviceFlight) -> Landing:
+    raise RuntimeError("A step that nobody has planned cannot land.")
 
 
 def _longest_judged(longest: int, in_parts: bool) -> int:

@@ -377,8 +377,9 @@ class Engine:
         if flight.num_catch_up_tokens is not None:
             self.metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens.sum())
             for i in np.flatnonzero(flight.num_catch_up_tokens):
-                if (request := self.requests.get(decodes[i].request_id)) is not None:  # not aborted meanwhile
-                    request.metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens[i])
+                if decodes[i].status is not Status.FINISHED:  # aborted meanwhile
+                    metrics = self.requests[decodes[i].request_id].metrics
+                    metrics.num_catch_up_tokens += int(flight.num_catch_up_tokens[i])
 
     def _wants_klds(self, decodes: list[Sequence]) -> bool:
         return (

@@ -122,13 +122,19 @@ def rehearse(engine: Engine) -> None:
         return
     assert not engine.has_work, "a rehearsal is for an engine that nobody uses yet"
     script = Script(engine.policy.needs)
-    sizes = _sizes(engine)
+    sizes, makes_solos = _sizes(engine), engine.executor.makes_solos
     with _played(engine, script):
         for size in reversed(sizes):  # the largest first: whatever needs more room than before is captured anew
             for params in WAYS if size in (sizes[0], sizes[-1]) else WAYS[:1]:
                 _perform(engine, script, size, params)
             if size < sizes[-1]:
                 _perform_with_company(engine, script, size)
+        if engine.drafter is not None and makes_solos:
+            engine.executor.makes_solos = True
+            for size in range(1, min(MOST_ALONE, max(sizes, default=0)) + 1):
+                for params in WAYS if size == 1 else WAYS[:1]:
+                    _perform_alone(engine, script, size, params)
+            engine.executor.makes_solos = False
         # Of all who run some end before others: the rest, in any number, need not draft.
         between = {bucket(count) for count in range(1, min(max(sizes, default=0), MOST_GRAPH_TOKENS) + 1)}
         for size in sorted(between.difference(sizes), reverse=True):
@@ -156,13 +162,14 @@ def _played(engine: Engine, script: Script) -> Iterator[None]:
     runners = [owner.passes for owner in (engine.executor, drafter) if owner is not None and hasattr(owner, "passes")]
     for runner in runners:
         runner.makes_do = False
+    makes_solos = engine.executor.makes_solos
     engine.executor.makes_solos = False  # what the host does without them is rehearsed as well
     try:
         yield
     finally:
         for runner in runners:
             runner.makes_do = True
-        engine.executor.makes_solos = True
+        engine.executor.makes_solos = makes_solos
         try:
             _disperse(engine)  # lands what is under way
         finally:
@@ -194,15 +201,16 @@ def _perform(engine: Engine, script: Script, size: int, params: SamplingParams, 
             for _ in range(num_steps):
                 _step(engine)
     _disperse(engine)
-    if engine.drafter is not None and size <= MOST_ALONE and len(acts) > 1:
-        engine.executor.makes_solos = True
-        for act in ACTS_ALONE:
-            _gather(engine, script, size, params)
-            script.act = act
-            for _ in range(2 * NUM_STEPS):
-                _step(engine)
-            _disperse(engine)
-        engine.executor.makes_solos = False
+
+
+def _perform_alone(engine: Engine, script: Script, size: int, params: SamplingParams) -> None:
+    """What the device goes through without the host, if it may."""
+    for act in ACTS_ALONE:
+        _gather(engine, script, size, params)
+        script.act = act
+        for _ in range(NUM_STEPS):
+            _step(engine)
+        _disperse(engine)
 
 
 def _perform_with_company(engine: Engine, script: Script, size: int) -> None:

@@ -53,7 +53,6 @@ class Solo:
     flight: DeviceFlight
     caps: IntArray
     """[sequences] as in SoloRule"""
-    turn: int
     blocks: list[list[int]]
     """[sequences] that it reads and writes"""
     num_changes: tuple[int, ...]
@@ -69,18 +68,17 @@ class Solo:
             and all(s.block_table[: len(held)] == held for s, held in zip(work.decodes, self.blocks, strict=True))
         )
 
-    def proposals(self, told: Told) -> tuple[DeviceProposals, float]:
-        """What was drafted, which by now the device has told, and how many seconds that took."""
-        num_passes, draft_ns, *lengths = told.numbers[self.turn, : 2 + len(self.caps)].tolist()
-        if num_passes == GONE:
-            raise RuntimeError("The device took a text for ended that goes on.")
-        drafted = np.array(lengths, dtype=np.int64)
-        count, depths = len(lengths), np.arange(max(lengths))
-        rows = np.where(depths < drafted[:, None], depths * count + np.arange(count)[:, None], -1)
-        is_caught_up = np.ones(count, dtype=bool)
-        signals = told.signals[self.turn].numpy() if self.flight.wish.wants_signals else None
-        proposals = DeviceProposals(drafted, rows, is_caught_up=is_caught_up, num_passes=num_passes, signals=signals)
-        return proposals, 1e-9 * draft_ns
+
+def told_proposals(told: Told, turn: int, count: int) -> tuple[DeviceProposals, float]:
+    """What was drafted for so many sequences, which by now the device has told, and how many seconds that took."""
+    num_passes, draft_ns, *lengths = told.numbers[turn, : 2 + count].tolist()
+    if num_passes == GONE:
+        raise RuntimeError("The device took a text for ended that goes on.")
+    drafted, depths = np.array(lengths, dtype=np.int64), np.arange(max(lengths))
+    rows = np.where(depths < drafted[:, None], depths * count + np.arange(count)[:, None], -1)
+    proposals = DeviceProposals(drafted, rows, is_caught_up=np.ones(count, dtype=bool), num_passes=num_passes)
+    proposals.signals = told.signals[turn].numpy()
+    return proposals, 1e-9 * draft_ns
 
 
 def solo_rule(work: Schedule, wish: DraftWish, num_drafted: IntArray, most: int, max_context: int) -> SoloRule | None:
@@ -91,9 +89,14 @@ def solo_rule(work: Schedule, wish: DraftWish, num_drafted: IntArray, most: int,
         return None
     assert isinstance(stop, StopByWorth)
     assert stop.usual is not None
-    longest = min(most, _SHORT_SOLO if 2 * int(stop.usual.max()) < _SHORT_SOLO else LONGEST_SOLO)
+    are_fixed = np.isposinf(stop.offsets)
+    is_short = 2 * int(stop.usual.max()) < _SHORT_SOLO and not are_fixed.any()
+    longest = min(most, _SHORT_SOLO if is_short else LONGEST_SOLO)
+    wishes = wish.lengths.tolist()
+    if are_fixed.any() and max(wishes[i] for i in np.flatnonzero(are_fixed).tolist()) > longest:
+        return None  # who is never stopped gets what was asked for
     caps = []
-    for sequence, drafted, wished in zip(decodes, num_drafted.tolist(), wish.lengths.tolist(), strict=True):
+    for sequence, drafted, wished in zip(decodes, num_drafted.tolist(), wishes, strict=True):
         # Whatever the verdict on this step, each must have a token to come and memory for all that may be read.
         room = min(len(sequence.block_table) * BLOCK_SIZE, max_context) - len(sequence.tokens) - 1
         caps.append(min(longest, wished, room - drafted, sequence.num_left - 2 - drafted))

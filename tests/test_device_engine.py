@@ -38,6 +38,7 @@ from dsde.drafting.draft_store import DeviceProposals, IntArray
 from dsde.drafting.foresight import Foresight
 from dsde.drafting.referee import Referee
 from dsde.drafting.ruling import ruling_sizes
+from dsde.drafting.solo_kernels import SoloState
 from dsde.engine.clock import Timing
 from dsde.engine.device_executor import DeviceExecutor, _Verification
 from dsde.engine.engine import Engine
@@ -1055,7 +1056,8 @@ def test_a_policy_knows_who_is_left_before_a_rest_is_cut_short(way: Way, by_toke
 @pytest.mark.parametrize(("idle_s", "is_pressed"), [(0.0, False), (1e-3, True)])
 def test_a_policy_is_told_that_the_device_waits_for_the_host(way: Way, idle_s: float, is_pressed: bool) -> None:
     """As long as it did before the last step that drafted, the first one of a request apart."""
-    way.monkeypatch.setattr(Timing, "seconds", lambda *_: Seconds(draft=1e-3, target=1e-3, idle=idle_s))
+    for name in ("seconds", "seconds_alone"):
+        way.monkeypatch.setattr(Timing, name, lambda *_: Seconds(draft=1e-3, target=1e-3, idle=idle_s))
     told: list[bool] = []
     policy = Ruled(rule_by_worth)
     way.monkeypatch.setattr(policy, "settle", lambda coming, is_pressed: told.append(is_pressed), raising=False)
@@ -1328,7 +1330,16 @@ def test_advance_kernel(seed: int) -> None:
         "contexts": random_words(rng, num_seqs),
     }
     arrays |= {name: random_words(rng, 2 * num_seqs + 3) for name in ("tokens", "positions", "slots")}
-    check_same_arrays(drafting_kernels.advance, plain_kernels.advance, arrays, verdict, table_width)
+    states = [SoloState.blank(num_seqs, device) for device in (DEVICE, torch.device("cpu"))]
+
+    def with_state(advance: Any, state: SoloState) -> Any:
+        return lambda arrays, verdict, width: advance(arrays, verdict, state, width)
+
+    kernels = [
+        with_state(*each) for each in zip((drafting_kernels.advance, plain_kernels.advance), states, strict=True)
+    ]
+    check_same_arrays(*kernels, arrays, verdict, table_width)
+    assert torch.equal(states[0].heads.cpu(), states[1].heads)
 
 
 @pytest.mark.parametrize("seed", range(200 if HAS_CUDA else 8))

@@ -56,6 +56,7 @@ class Solo:
     blocks: list[list[int]]
     """[sequences] that it reads and writes"""
     num_changes: tuple[int, ...]
+    """of all that graphs point to, before it was queued"""
 
     def is_wanted(self, work: Schedule, wish: DraftWish, num_changes: tuple[int, ...]) -> bool:
         """Whether the step that has been planned now is like this one: a rule may have moved a little since."""
@@ -63,7 +64,6 @@ class Solo:
             not work.prefills
             and _are_same(work.decodes, self.flight.judged)
             and _is_by_rule(wish)
-            and wish.wants_signals == self.flight.wish.wants_signals
             and num_changes == self.num_changes
             and all(s.block_table[: len(held)] == held for s, held in zip(work.decodes, self.blocks, strict=True))
         )

@@ -19,7 +19,8 @@ from dsde.engine.engine import Engine
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.rehearsal import ACTS, Act, Script, rehearse
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy
-from test_device_engine import GREEDY, Way, model, random_prompt, tokens_of, way
+from test_device_engine import GREEDY, Ruled, Way, model, random_prompt, tokens_of, way
+from test_solo import executor_of, rule_of_many_lengths
 from tiny import complete, make_engine
 
 __all__ = ["way"]
@@ -112,6 +113,17 @@ def test_hardly_any_step_is_slow_whatever_is_drafted(way: Way) -> None:
     assert {True, False} == set(policy.was_timed)
     expected = tokens_of(complete(way.engine("close", "off", max_num_seqs=8), prompts(8), GREEDY))
     assert tokens_of(complete(engine, prompts(8), GREEDY)) == expected
+
+
+def test_no_step_that_the_device_makes_alone_is_slow(way: Way) -> None:
+    engine = rehearsed_graphs(way, Ruled(rule_of_many_lengths, length=7))
+    executor = executor_of(engine)
+    num_programs = len(executor._solo_settings)
+    for count in (1, 2, 3, 4):
+        before = executor.num_solos
+        assert num_cold(engine, count, replace(GREEDY, max_tokens=60, ignore_eos=True)) == 0
+        assert executor.num_solos > before
+    assert len(executor._solo_settings) == num_programs
 
 
 def test_nobody_is_missing(way: Way) -> None:

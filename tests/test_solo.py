@@ -12,14 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+import plain_kernels
 from dsde import SamplingParams
 from dsde.core.stops import Stop, StopByWorth
 from dsde.device.program import Program, ProgramError
+from dsde.drafting import device as drafting_device
 from dsde.drafting.foresight import Foresight
+from dsde.drafting.sequence_table import COUNTERS_PER_STEP
+from dsde.engine import device_executor
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
 from dsde.engine.solo import SoloSetting
 from dsde.policies import BatchView, Plan
+from dsde.sampling.draw_mode import DrawMode
 from test_device_engine import (
     DEVICE,
     HAS_CUDA,
@@ -32,13 +39,13 @@ from test_device_engine import (
     random_work,
     rule_by_worth,
     tokens_of,
+    use_device,
     way,
 )
 from test_lossless_distribution import LENGTH, PROMPT, TOO_UNLIKELY, enumerate_outputs, p_value, with_seed
 from test_lossless_greedy import answers_together, check_same
 from tiny import make_engine, run, tiny_model
 
-pytest.importorskip("triton")
 __all__ = ["kernels", "way"]  # fixtures
 
 
@@ -157,6 +164,63 @@ def test_who_has_no_room_left_writes_nothing_while_others_draft_on(way: Way, end
     assert executor_of(engine).num_solos > 3
     if not HAS_CUDA:  # where sums may be made in another order
         assert engine.metrics.num_accepted_tokens == engine.metrics.num_draft_tokens
+
+
+def test_books_are_kept_as_with_a_host(way: Way) -> None:
+    """What the draft has read, and that nobody drafts what would not fit into its answer."""
+    policy = Ruled(rule_always, length=7)
+    engine = way.engine("close", policy, max_num_seqs=2)
+    names = [engine.add([1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=40 + i)) for i in range(2)]
+    sequences = [engine.requests[name].completions[0].sequence for name in names]
+    executor = executor_of(engine)
+    while engine.has_work:
+        num_solos, num_outcomes = executor.num_solos, len(policy.outcomes)
+        left = [sequence.num_left for sequence in sequences if sequence.num_left > 0]
+        engine.step()
+        for outcome in policy.outcomes[num_outcomes:]:
+            if len(left) == len(outcome.drafted):
+                assert (outcome.drafted < left).all()
+        for sequence in sequences if executor.num_solos > num_solos > 0 else []:
+            assert len(sequence.tokens) - sequence.num_draft_computed <= 2
+    assert executor.num_solos > 3
+    assert [sequence.num_output_tokens for sequence in sequences] == [40, 41]
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="graphs are not looked into")
+def test_no_noise_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a seed: a step's is that of no other, the same for draft and verdict."""
+    use_device(monkeypatch)
+    plain_kernels.install(monkeypatch, with_graphs=False)
+    used: list[tuple[str, int]] = []
+
+    def note(module: Any, name: str) -> None:
+        kernel = getattr(module, name)
+
+        def noted(logits: torch.Tensor, given: Any, *args: Any) -> None:
+            draws = given.draws if name == "judge" else given
+            if draws.modes[0] != DrawMode.PADDING:
+                used.append((name, int(draws.counters[0])))
+            kernel(logits, given, *args)
+
+        monkeypatch.setattr(module, name, noted)
+
+    note(drafting_device, "sample_drafts")
+    note(device_executor, "judge")
+    engine = make_engine(model("target", DEVICE), model("close", DEVICE), Ruled(rule_always, length=3))
+    engine.add([1, 2, 3], SamplingParams(temperature=1, max_tokens=60, ignore_eos=True))
+    run(engine)
+    executor = executor_of(engine)
+    assert executor.num_solos > 5
+    assert executor.num_dropped == 0
+    judged = [counter for name, counter in used if name == "judge"]
+    assert judged == [step * COUNTERS_PER_STEP for step in range(len(judged))]
+    drafted: set[int] = set()
+    for name, counter in used[1:]:  # the first is of the prompt
+        if name == "judge":
+            assert drafted <= {counter}
+            drafted = set()
+        else:
+            drafted.add(counter)
 
 
 def test_nobody_drafts_beyond_the_drafts_own_longest_context(way: Way) -> None:

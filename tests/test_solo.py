@@ -20,6 +20,7 @@ from dsde.core.stops import Stop, StopByWorth
 from dsde.device.program import Program, ProgramError
 from dsde.drafting import device as drafting_device
 from dsde.drafting.foresight import Foresight
+from dsde.drafting.ruling import Ruling
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
 from dsde.engine import device_executor
 from dsde.engine.device_executor import DeviceExecutor
@@ -288,6 +289,13 @@ def test_where_the_driver_refuses_the_host_is_asked(way: Way) -> None:
     assert len(warned) == 1
     assert executor_of(engine).num_solos == 0
     assert engine.metrics.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("usual", [0, 1, 2, 7, 15, 16, 20])
+def test_the_device_knows_what_a_rule_asks_at_every_depth(usual: int) -> None:
+    rule = StopByWorth(np.zeros(3), np.zeros(2), np.full(2, 0.9), 0.1, 0.2, 0.3, np.array([usual, 0]), dearer=0.5)
+    expected = [rule.costs(depth) for depth in range(16)]
+    np.testing.assert_allclose(Ruling(rule).costs(16), expected, rtol=1e-6)
 
 
 def rule_of_many_lengths(count: int) -> Stop:

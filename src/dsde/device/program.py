@@ -1,7 +1,7 @@
 """Work that a device goes through by itself, some of it only where, or as long as, a word in its memory says so.
 
 On a CUDA device one graph with conditional nodes, for which PyTorch has no words yet: the driver is asked for them, and
-a kernel of nine instructions hands them what the word says. Elsewhere the host looks at the words. Knows nothing of
+a tiny kernel hands them what the word says. Elsewhere the host looks at the words. Knows nothing of
 what is worked on.
 """
 

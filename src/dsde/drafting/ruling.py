@@ -75,20 +75,17 @@ class Ruling:
         return int(np.count_nonzero(expected))
 
     def costs(self, num_depths: int) -> NDArray[np.float32]:
-        """[depths, 3] what the rule asks of a token by how far into its draft it is."""
-        costs = np.zeros((num_depths, 3), dtype=np.float32)
-        if self._costs is not None:
-            with np.errstate(over="ignore"):
-                # It changes with the longest draft that is usual, and is the same on either side.
-                ends = [0, num_depths] if self.usual is None else sorted({0, *self._bends(num_depths), num_depths})
-                for start, end in itertools.pairwise(ends):
-                    costs[start:end] = self._costs(start)
-        return costs
-
-    def _bends(self, num_depths: int) -> set[int]:
+        """[depths, 3] what a rule by worth, that says what is usual, asks of a token so far into its draft."""
+        assert self._costs is not None
         assert self.usual is not None
         longest = int(self.usual.max())
-        return {min(max(depth, 0), num_depths) for depth in (longest - 1, longest)}
+        # Up to there, behind it, and between the two: a call for each, and not for every depth.
+        ends = sorted({0, *(min(max(depth, 0), num_depths) for depth in (longest - 1, longest)), num_depths})
+        costs = np.empty((num_depths, 3), dtype=np.float32)
+        with np.errstate(over="ignore"):
+            for start, end in itertools.pairwise(ends):
+                costs[start:end] = self._costs(start)
+        return costs
 
     def write(
         self, host: Arrays, sequences: IntArray, places: IntArray, may_go_on: BoolArray, depth: int, number: int

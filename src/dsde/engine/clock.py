@@ -45,7 +45,7 @@ class Timing:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.begun, self.drafted, self.judged, self.reads, self.ahead = (Moment(device) for _ in range(5))
+        self.begun, self.drafted, self.judged, self.ahead, self.reads = (Moment(device) for _ in range(5))
         self.has_begun = False
         self.has_read_ahead = False
         self.before: Timing | None = None

@@ -14,7 +14,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakMethod
@@ -241,12 +241,21 @@ class PassRunner:
         return self._at_hand(shape) if changes else shape
 
     def shape_of(
-        self, num_tokens: int, num_seqs: int, longest: int, context: int, takes_all_rows: bool, variant: tuple[Any, ...]
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        longest: int,
+        context: int,
+        takes_all_rows: bool,
+        variant: tuple[Any, ...],
+        num_items: int | None = None,
     ) -> PassShape:
-        """That of a pass for exactly so many tokens and sequences, of up to `longest` tokens each, in a program."""
+        """That of a pass for exactly so many tokens and sequences, of up to `longest` tokens each; with logits of all
+        or of the last ones. `num_items` None: as many as are needed whatever the lengths are."""
         heads = self.heads
         per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
-        num_items = attention.num_items_bound(num_tokens, num_seqs, per_item)
+        if num_items is None:
+            num_items = attention.num_items_bound(num_tokens, num_seqs, per_item)
         room = context_bucket(context)
         return PassShape(
             num_tokens=num_tokens,
@@ -294,38 +303,23 @@ class PassRunner:
         pad: Callable[[int], int] | None,
         variant: tuple[Any, ...],
     ) -> PassShape:
-        num_tokens, longest, heads = rows.count, rows.longest, self.heads
-        per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
+        num_tokens, longest, num_items = rows.count, rows.longest, None
         if is_graph and longest == 1:
-            num_tokens = num_items = num_seqs = (pad or bucket)(num_seqs)
+            num_tokens = num_seqs = (pad or bucket)(num_seqs)
         elif is_graph:
-            # Sequences cost next to nothing here: fewer graphs.
+            # Sequences cost next to nothing here: fewer graphs. As many tokens of as many sequences always fit.
             num_tokens = (pad or ragged_bucket)(num_tokens)
             num_seqs = min(power_of_2(num_seqs), num_tokens)
-            # Whatever the lengths, so that as many tokens of as many sequences always fit.
-            num_items = attention.num_items_bound(num_tokens, num_seqs, per_item)
         else:
+            heads = self.heads
+            per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
             num_items = int((-(-rows.lengths // per_item)).sum())
-        if num_rows is None:
-            padded_rows = num_tokens
-        elif is_graph:
+        shape = self.shape_of(num_tokens, num_seqs, longest, context, num_rows is None, variant, num_items)
+        padded_rows = shape.num_rows
+        if num_rows is not None and (num_rows > num_seqs or not is_graph):
             # Mostly the last of every sequence; more where drafts are verified while prompts are read.
-            padded_rows = num_seqs if num_rows <= num_seqs else bucket(num_rows)
-        else:
-            padded_rows = num_rows
-        return PassShape(
-            num_tokens=num_tokens,
-            num_seqs=num_seqs,
-            num_rows=padded_rows,
-            takes_all_rows=num_rows is None,
-            table_width=context // BLOCK_SIZE,
-            queries_per_item=per_item,
-            num_items=num_items,
-            num_splits=heads.num_splits(num_seqs if longest <= per_item else num_items, context, longest, self.device),
-            is_graph=is_graph,
-            in_parts=in_parts,
-            variant=variant,
-        )
+            padded_rows = bucket(num_rows) if is_graph else num_rows
+        return replace(shape, num_rows=padded_rows, is_graph=is_graph, in_parts=in_parts)
 
     def prepare(self, shape: PassShape, more: Callable[[], dict[str, int]], turn: int = 0) -> tuple[Pass, Sheet]:
         """The pass and a sheet to write; `more` names arrays of the body's own, of a pass that is new. One that a step

@@ -235,7 +235,7 @@ def test_an_engine_that_measures_nothing_is_not_waited_for() -> None:
 
 
 def test_one_length_where_the_engine_favours_it() -> None:
-    """That of the best rate among them, by hand; without being asked for it lengths differ."""
+    """The shortest that brings as much as the best, by hand; without being asked for it lengths differ."""
     policy = Auto(cost=Known(MEMORY_BOUND))
     for _ in range(40):
         view = batch(4)
@@ -254,10 +254,30 @@ def test_one_length_where_the_engine_favours_it() -> None:
         / (length * float(policy.cost.draft_s(4)) + float(policy.cost.verify_s(4 + 4 * length)))
         for length in range(1, 21)
     }
-    best = max(rates, key=lambda length: rates[length])
-    assert len(set(chosen.lengths.tolist())) == 1
-    assert rates[chosen.lengths[0]] > 0.995 * rates[best]
-    assert chosen.rate == pytest.approx(rates[best], rel=0.02)
+    # Outlooks are rounded to few kinds, so rates may be a little off.
+    least = [min(length for length in rates if rates[length] >= share * max(rates.values())) for share in (0.97, 0.99)]
+    (length,) = set(chosen.lengths.tolist())
+    assert least[0] <= length <= least[1] < max(rates, key=lambda length: rates[length])
+    assert chosen.rate == pytest.approx(rates[length], rel=0.02)
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_who_obeys_no_rule_is_given_no_benefit_of_the_doubt(obeys: bool) -> None:
+    """Nobody would end a draft that turns out too long."""
+    policy = Auto(cost=Known(MEMORY_BOUND))
+    rng = np.random.default_rng(3)
+    for _ in range(12):
+        plan = policy.plan(batch(1))
+        drafted = [4 if plan.lengths.any() else 0]
+        seen = outcome(drafted, [min(int(rng.geometric(0.3)) - 1, *drafted)], rng.random((drafted[0], 3)))
+        policy.observe(replace(seen, is_ruled=obeys and plan.stop is not None))
+    assert policy.advisor.is_drafting
+    outlooks, doubts = policy.advisor.acceptance.outlooks(np.arange(1))
+    assert doubts[0] > 0.03
+    hoped = policy.advisor._choose(batch(1), outlooks + doubts, policy.advisor._start_s).lengths
+    expected = policy.advisor._choose(batch(1), outlooks, policy.advisor._start_s).lengths
+    assert hoped[0] > expected[0]
+    assert policy.plan(batch(1)).predicted.tolist() == (hoped if obeys else expected).tolist()
 
 
 def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None:

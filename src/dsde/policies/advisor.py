@@ -112,7 +112,8 @@ class Advisor:
         # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
         # the same way. While nobody drafts there are probes for that; and of what nobody looks at too much costs more.
         doubts /= np.sqrt(max(batch.slots.size, 1))
-        hopes = np.minimum(outlooks + doubts, HIGHEST) if self.is_drafting and self._is_ruled else outlooks
+        is_looked_at = self._is_ruled and self._can_rule
+        hopes = np.minimum(outlooks + doubts, HIGHEST) if self.is_drafting and is_looked_at else outlooks
         choice = self._choose(batch, hopes, self._start_s)
         is_worth = self._is_worth_reading(batch, choice)
         if not is_worth.all():

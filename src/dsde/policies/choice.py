@@ -13,6 +13,10 @@ from dsde.policies.base import BatchView, FloatArray, IntArray
 from dsde.policies.cost import CostModel
 from dsde.policies.menu import Menu
 
+AS_GOOD = 0.02
+"""share by which one length for all may seem to bring less than the best, and be taken if it is shorter: seconds are
+not known better than that, and the shorter drafts are the less do requests drift apart"""
+
 
 @dataclass(slots=True)
 class Choice:
@@ -39,6 +43,8 @@ def choose(menu: Menu, cost: CostModel, batch: BatchView, outlooks: FloatArray, 
     seconds = start_s + np.add.accumulate(draft_s, axis=1) + cost.verify_s(num_base + drafted)
     rates = np.where(drafted > 0, (num_base + gains) / seconds, 0.0)
     level, last = divmod(int(rates.argmax()), menu.max_length)
+    if batch.favours_one_length:
+        last = int((rates[0] >= (1 - AS_GOOD) * rates[0, last]).argmax())
     lengths = np.full(kinds.size, last + 1) if one_length else menu.lengths(kinds, level, last + 1)
     return Choice(
         lengths=np.minimum(lengths, batch.rooms),

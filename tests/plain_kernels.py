@@ -216,6 +216,8 @@ def decide(
     codes = {}
     worths = {}
     are_over = set()
+    drawn = 0 if solo is None else int(arrays["depth"])
+    caps = [] if solo is None else [int(solo.caps[sequence]) for sequence in sequences]
     for token, place in enumerate(places):
         if place < 0:
             continue
@@ -240,13 +242,14 @@ def decide(
             is_kept = is_fixed or stands >= keep_above
         else:
             is_kept = not (kind == Kind.BEFORE and is_beyond)
+        is_kept = is_kept and (solo is None or drawn < caps[token])
         standings[sequences[token]] = torch.tensor([stands, log_prob])
         if not is_kept:
             continue
         codes[token] = Decision.KEPT
         worth = stands * float(arrays["outlooks"][token])
         ends = not (is_fixed or worth >= go_on_above) if kind == Kind.WORTH else kind == Kind.AFTER and is_beyond
-        if arrays["may_go_on"][token] and not ends:
+        if (arrays["may_go_on"][token] if solo is None else drawn + 1 < caps[token]) and not ends:
             worths[token] = math.inf if is_fixed else worth - go_on_above
     if kind != Kind.WORTH or sum(worths.values()) >= pass_above:
         codes |= dict.fromkeys(worths, Decision.GOES_ON)
@@ -256,11 +259,11 @@ def decide(
         if solo is None:
             decisions[number % 2, token] = (number << 32) | code
         elif code != Decision.GOES_ON and token not in are_over:
-            solo.lengths[sequences[token]] = int(arrays["depth"]) + code
+            solo.lengths[sequences[token]] = drawn + code
     if solo is not None:
         has_ended = [bool(solo.heads[sequences[token], 3]) for token in codes]
         solo.goes_on[0] = Decision.GOES_ON in codes.values() and not any(has_ended)
-        solo.num_passes[0] = int(arrays["depth"]) + 1
+        solo.num_passes[0] = drawn + 1
 
 
 def judge(
@@ -338,7 +341,11 @@ def advance(
         heads[sequence, :3] = torch.tensor([context, known[accepted + 1], accepted + 1], dtype=torch.int32)
         if is_solo:
             ends = set(arrays["ends"].view(-1, NUM_ENDS)[sequence].tolist())
-            heads[sequence, 3] = not ends.isdisjoint(emitted[: accepted + 1])
+            total = int(arrays["totals"][sequence])
+            heads[sequence, 3] = not ends.isdisjoint(emitted[: accepted + 1]) or context >= total
+            memory, most = int(arrays["memories"][sequence]), int(arrays["caps"][sequence])
+            assert context <= min(memory, total), "a token that there is no room for"
+            state.caps[sequence] = max(min(most, memory - context, total - context - 1), 0)
         if arrays["modes"][sequence] == DrawMode.MATCH:
             arrays["counters"][sequence] += accepted + 1
 
@@ -347,15 +354,14 @@ def go_deeper(arrays: dict[str, torch.Tensor], state: SoloState, table_width: in
     count, depth = int(arrays["count"]), int(arrays["depth"]) + 1
     tables = arrays["tables"].view(-1, table_width)
     for sequence, (head, _, gained, _) in enumerate(state.heads[:count].tolist()):
-        has_room = depth < int(arrays["caps"][sequence])
+        has_room = depth < int(state.caps[sequence])
         position = torch.tensor([head + depth - 1 if has_room else 0])
         arrays["positions"][sequence] = position
         arrays["slots"][sequence] = _slots(tables[sequence], position)[0] if has_room else -1
         arrays["contexts"][sequence] = position + 1
         arrays["sources"][sequence] = (depth - 1) * count + sequence
         arrays["places"][sequence] = depth * count + sequence
-        assert int(arrays["caps"][sequence]) <= 15
-        arrays["may_go_on"][sequence] = int(arrays["caps"][sequence]) > depth + 1
+        assert int(state.caps[sequence]) <= 15
         if depth == 1 and arrays["modes"][sequence] == DrawMode.MATCH:
             arrays["counters"][sequence] += gained
     arrays["rule_numbers"][3:6] = arrays["costs"].view(-1, 3)[depth]

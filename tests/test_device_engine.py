@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -1416,6 +1416,28 @@ def test_decide_kernel(seed: int) -> None:
     assert (standings.cpu()[~goes_on, 0] < 0).all()
     for name, array in case.arrays.items():
         assert torch.equal(found[name].cpu(), array), name
+
+
+@pytest.mark.parametrize("seed", range(300 if HAS_CUDA else 40))
+def test_decide_kernel_tells_the_device_alone(seed: int) -> None:
+    """Lengths of drafts that are over, within their caps, and whether anybody goes on."""
+    rng = np.random.default_rng(seed)
+    case = Ruling(rng)
+    case.arrays["depth"] = torch.tensor([int(rng.integers(0, 3))], dtype=torch.int32)
+    state = SoloState.blank(40, torch.device("cpu"))
+    state.caps[:] = torch.from_numpy(rng.integers(0, 6, 40))
+    state.heads[:, 3] = torch.from_numpy(rng.random(40) < rng.choice([0.0, 0.05]))
+    state.lengths[:] = -5
+    there = SoloState(*(getattr(state, field.name).to(DEVICE, copy=True) for field in fields(state)))
+    found = {name: array.to(DEVICE, copy=True) for name, array in case.arrays.items()}
+    standings = case.standings.to(DEVICE, copy=True)
+    drafting_kernels.decide(found, case.signals.to(DEVICE), standings, case.decisions.to(DEVICE), there)
+    plain_kernels.decide(case.arrays, case.signals, case.standings, case.decisions, state)
+    for field in fields(state):
+        assert torch.equal(getattr(there, field.name).cpu(), getattr(state, field.name)), field.name
+    told = state.lengths >= 0
+    assert (state.lengths[told] <= torch.maximum(state.caps[told], case.arrays["depth"])).all()
+    assert ((standings.cpu()[:, 0] >= 0) == (case.standings[:, 0] >= 0)).all()
 
 
 def test_decisions_of_all_kinds_are_met() -> None:

@@ -32,6 +32,7 @@ def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int,
     sizes |= {"starts": padded + 1, "tables": padded * TABLE_WIDTH}
     sizes |= dict.fromkeys(("contexts", "judged", "num_tokens", "last_tokens", "modes", "counters"), padded)
     sizes |= {"emitted_start": 1, "emitted_width": 1, "ends": NUM_ENDS * padded}
+    sizes |= dict.fromkeys(("caps", "memories", "totals"), padded)
     layout = Layout(sizes)
     words = torch.from_numpy(rng.integers(0, 3, layout.num_words, dtype=np.int32))
     arrays = layout.views(words)
@@ -41,6 +42,10 @@ def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int,
     arrays["emitted_start"][0], arrays["emitted_width"][0] = padded, 4
     arrays["ends"][:] = torch.from_numpy(rng.integers(3, 12, NUM_ENDS * padded))  # some of which are said
     verdict = torch.from_numpy(rng.integers(0, 4, padded * 5, dtype=np.int32))
+    contexts = arrays["num_tokens"] + verdict[:padded] + 1
+    for name, most in (("caps", 16), ("memories", 12), ("totals", 12)):  # some have no room, and some have ended
+        first = 0 if name == "caps" else contexts
+        arrays[name][:] = first + torch.from_numpy(rng.integers(0, most, padded, dtype=np.int32))
     on_device = words.to(DEVICE, copy=True)
     state = SoloState.blank(padded, torch.device("cpu"))
     there = moved(state)
@@ -48,21 +53,29 @@ def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int,
     plain_kernels.advance(arrays, verdict, state, TABLE_WIDTH, is_solo)
     assert torch.equal(on_device.cpu(), words)
     assert torch.equal(there.heads.cpu(), state.heads)
+    assert torch.equal(there.caps.cpu(), state.caps)
     assert is_solo or not state.heads[:, 3].any()
+    assert is_solo or not state.caps.any()
 
 
-@pytest.mark.parametrize(("num_seqs", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4)])
+@pytest.mark.parametrize(("num_seqs", "padded"), [(1, 1), (2, 2), (3, 4), (8, 8)])
 @pytest.mark.parametrize("depth", [0, 1, 6])
 def test_a_draft_goes_deeper(num_seqs: int, padded: int, depth: int) -> None:
     rng = np.random.default_rng(num_seqs + 10 * depth)
-    sizes = dict.fromkeys(("tokens", "sources", "positions", "slots", "contexts", "caps", "modes", "counters"), padded)
-    sizes |= dict.fromkeys(("places", "may_go_on"), padded)
-    sizes |= {"tables": padded * TABLE_WIDTH, "costs": 48, "rule_numbers": 7, "depth": 1, "first_row": 1, "count": 1}
+    sizes = dict.fromkeys(("tokens", "sources", "positions", "slots", "contexts", "modes", "counters"), padded)
+    sizes |= {
+        "places": padded,
+        "tables": padded * TABLE_WIDTH,
+        "costs": 48,
+        "rule_numbers": 7,
+        "depth": 1,
+        "first_row": 1,
+        "count": 1,
+    }
     layout = Layout(sizes)
     words = torch.from_numpy(rng.integers(0, 3, layout.num_words, dtype=np.int32))
     arrays = layout.views(words)
     arrays["costs"][:] = torch.from_numpy(rng.random(48).astype(np.float32))
-    arrays["caps"][:] = torch.from_numpy(rng.integers(1, 10, padded))
     arrays["tables"][:] = torch.from_numpy(rng.permutation(padded * TABLE_WIDTH))
     arrays["count"][0], arrays["depth"][0] = num_seqs, depth
     state = some_state(rng, padded)
@@ -73,7 +86,7 @@ def test_a_draft_goes_deeper(num_seqs: int, padded: int, depth: int) -> None:
     assert arrays["depth"][0] == depth + 1
 
 
-@pytest.mark.parametrize(("num_seqs", "padded", "longest"), [(1, 1, 7), (1, 1, 15), (2, 2, 7), (3, 4, 7), (4, 4, 15)])
+@pytest.mark.parametrize(("num_seqs", "padded", "longest"), [(1, 1, 7), (1, 1, 15), (2, 2, 7), (3, 4, 7), (8, 8, 15)])
 def test_what_is_verified_is_laid_out(num_seqs: int, padded: int, longest: int) -> None:
     rng = np.random.default_rng(num_seqs + longest)
     most = padded * (longest + 1)
@@ -91,7 +104,7 @@ def test_what_is_verified_is_laid_out(num_seqs: int, padded: int, longest: int) 
         state = some_state(rng, padded)
         state.lengths[:] = torch.from_numpy(rng.integers(0, longest + 1, padded))
         on_device = words.to(DEVICE, copy=True)
-        fits, told, told_there = torch.full((3,), 7, dtype=torch.int32), *(Told.blank(4, HAS_CUDA) for _ in range(2))
+        fits, told, told_there = torch.full((3,), 7, dtype=torch.int32), *(Told.blank(8, HAS_CUDA) for _ in range(2))
         fits_there, signals = fits.to(DEVICE, copy=True), torch.rand(most, 4)
         lay_out(layout.views(on_device), moved(state), fits_there, signals.to(DEVICE), told_there, TABLE_WIDTH, longest)
         plain_kernels.lay_out(arrays, state, fits, signals, told, TABLE_WIDTH, longest)
@@ -113,6 +126,7 @@ def some_state(rng: np.random.Generator, num_seqs: int) -> SoloState:
     state = SoloState.blank(num_seqs, torch.device("cpu"))
     state.heads[:] = torch.from_numpy(rng.integers(1, TABLE_WIDTH * BLOCK_SIZE - 16, (num_seqs, NUM_HEADS)))
     state.heads[:, 3] = torch.from_numpy(rng.random(num_seqs) < 0.2)
+    state.caps[:] = torch.from_numpy(rng.integers(0, 10, num_seqs))
     state.num_passes[0] = 5
     return state
 

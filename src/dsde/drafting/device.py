@@ -271,10 +271,11 @@ class DeviceDrafter:
             self._verdict = verdict
             self.passes.forget()
 
-    def have_read_ahead(self, sequences: list[Sequence]) -> None:
-        """First tokens of these have been drawn, into the store's first rows, and looked at."""
+    def have_read_ahead(self, sequences: list[Sequence], is_caught_up: BoolArray) -> None:
+        """First tokens of these have been drawn, into the store's first rows, and looked at; those of who is not caught
+        up mean nothing."""
         self._watches = self._ahead_is_watched = True
-        self._ahead = {sequence: row for row, sequence in enumerate(sequences)}
+        self._ahead = {sequences[row]: row for row in np.flatnonzero(is_caught_up).tolist()}
 
     def forget_ahead(self) -> None:
         """The next step will not follow on the last one."""
@@ -481,7 +482,7 @@ def more_arrays(shape: PassShape, variant: Variant) -> dict[str, int]:
     if variant.decides_first:
         more |= {FIRST + name: size for name, size in ruling_sizes(shape.num_rows).items()}
     if variant.is_solo:
-        more |= solo_sizes(shape.num_seqs)
+        more |= solo_sizes(shape.num_seqs, variant.is_ahead)
     if variant.is_ahead:
         more |= dict.fromkeys(("judged", "num_tokens", "last_tokens"), shape.num_seqs)
         more |= {"emitted_start": 1, "emitted_width": 1}

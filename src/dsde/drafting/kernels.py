@@ -44,7 +44,9 @@ def advance(
     `verdict` holds accepted counts from its beginning and rows of emitted tokens from arrays["emitted_start"] on, each
     arrays["emitted_width"] long. Sequence i is row judged[i] of it (-1: padding) and had num_tokens[i] tokens before,
     the last of them last_tokens[i]. Of the `state` heads are written; and in a step that the device makes alone also
-    when it began, and whether sequences have ended, by the tokens in their parts of arrays["ends"].
+    when it began, whether sequences have ended, by the tokens in their parts of arrays["ends"] or for having
+    arrays["totals"] tokens, and how far each may draft: up to its part of arrays["caps"], of arrays["memories"] (tokens
+    that it has memory for), and so that another token fits in behind.
     """
     pdl = programmatic_launch()
     _advance_kernel[(len(arrays["judged"]),)](
@@ -63,7 +65,8 @@ def advance(
         arrays["contexts"],
         state.heads,
         state.began,
-        arrays["ends"] if is_solo else state.heads,
+        *(arrays[name] if is_solo else state.heads for name in ("ends", "caps", "memories", "totals")),
+        state.caps,
         table_width,
         BLOCK=BLOCK_SIZE,
         NUM_HEADS=NUM_HEADS,
@@ -109,7 +112,7 @@ def decide(
 
     `standings` [sequences, 2] is kept from pass to pass: the chance that a draft stands so far (negative: it has ended)
     and its log-probability. `decisions` [2, at least as many as tokens] are words of a `Mailbox`; where the device
-    makes the step alone nobody is told, and it is written into its state.
+    makes the step alone nobody is told, and it is written into its state, whose caps say who may go on.
     """
     pdl = programmatic_launch()
     size = triton.next_power_of_2(len(arrays["places"]))
@@ -129,6 +132,7 @@ def decide(
         solo.goes_on if solo is not None else arrays["rule"],
         solo.num_passes if solo is not None else arrays["rule"],
         solo.heads if solo is not None else arrays["rule"],
+        solo.caps if solo is not None else arrays["rule"],
         len(arrays["places"]),
         decisions.stride(0),
         SIZE=size,
@@ -157,6 +161,7 @@ def _decide_kernel(
     someone_goes_on: tl.tensor,
     num_passes: tl.tensor,
     heads: tl.tensor,
+    caps: tl.tensor,
     count: tl.tensor,
     decisions_stride: tl.tensor,
     SIZE: tl.constexpr,
@@ -196,11 +201,18 @@ def _decide_kernel(
     stands = tl.where(by_worth, stands / (1.0 + tl.exp(-(bound + looks))), stands)
     is_worth_it = is_fixed | (stands >= tl.load(rule_numbers + 3))
     kept = alive & tl.where(by_worth, is_worth_it, (kind != _BEFORE) | (is_beyond == 0))
+    if SOLO:
+        drawn = tl.load(depth)
+        cap = tl.load(caps + sequence, mask=here, other=0)
+        kept = kept & (drawn < cap)
+        may = drawn + 1 < cap
+    else:
+        may = tl.load(may_go_on + tokens, mask=here, other=0) > 0
 
     worth = stands * tl.load(outlooks + tokens, mask=here, other=0.0)
     own_cost = tl.load(rule_numbers + 4)
     is_worth_it = is_fixed | (worth >= own_cost)
-    would = kept & (tl.load(may_go_on + tokens, mask=here, other=0) > 0)
+    would = kept & may
     would = would & tl.where(by_worth, is_worth_it, (kind != _AFTER) | (is_beyond == 0))
     together = tl.sum(tl.where(would, worth - own_cost, 0.0))
     anyway = tl.sum((would & is_fixed).to(tl.int32)) > 0
@@ -209,7 +221,6 @@ def _decide_kernel(
     tl.store(standings + 2 * sequence, tl.where(goes_on, stands, -1.0), mask=here)
     tl.store(standings + 2 * sequence + 1, log_prob, mask=here)
     if SOLO:
-        drawn = tl.load(depth)
         tl.store(lengths + sequence, drawn + kept.to(tl.int32), mask=alive & (goes_on == 0))
         # If somebody has ended nobody will ask for this step.
         num_ended = tl.sum(tl.load(heads + NUM_HEADS * sequence + 3, mask=here, other=0))
@@ -272,6 +283,10 @@ def _advance_kernel(
     heads: tl.tensor,
     began: tl.tensor,
     ends: tl.tensor,
+    most: tl.tensor,
+    memories: tl.tensor,
+    totals: tl.tensor,
+    caps: tl.tensor,
     table_width: tl.tensor,
     BLOCK: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -312,7 +327,10 @@ def _advance_kernel(
         for i in tl.static_range(NUM_ENDS):
             end = tl.load(ends + NUM_ENDS * sequence + i)
             num_ends += tl.sum(((said == end) & (said >= 0)).to(tl.int32))
-        tl.store(heads + NUM_HEADS * sequence + 3, (num_ends > 0).to(tl.int32))
+        num_left = tl.load(totals + sequence) - context
+        tl.store(heads + NUM_HEADS * sequence + 3, ((num_ends > 0) | (num_left <= 0)).to(tl.int32))
+        room = tl.minimum(tl.load(memories + sequence) - context, num_left - 1)
+        tl.store(caps + sequence, tl.maximum(tl.minimum(tl.load(most + sequence), room), 0))
     # A seeded sequence's noise belongs to the position, which only now is known.
     is_seeded = tl.load(modes + sequence) == MATCH
     counter = tl.load(counters + sequence)

@@ -21,7 +21,6 @@ from dsde.drafting.draft_store import IntArray
 from dsde.drafting.kernels import NUM_REREAD
 from dsde.drafting.ruling import Ruling
 from dsde.drafting.solo_kernels import LONGEST_SOLO, NUM_ENDS
-from dsde.models.buckets import power_of_2
 from dsde.models.passes import PassShape, layout_of, ragged_rows
 
 
@@ -31,9 +30,11 @@ class SoloRule:
 
     ruling: Ruling
     caps: IntArray
-    """[sequences] tokens of each, at most"""
+    """[sequences] tokens of each, at most; 0: it only reads on"""
+    memories: IntArray
+    """[sequences] tokens that each has memory and positions for: fewer are drafted where these are short"""
     longest: int
-    """that there is room for, whatever the caps are"""
+    """that there is room for in a draft, whatever the caps are"""
 
 
 @dataclass(slots=True)
@@ -54,10 +55,9 @@ class SoloNews:
 class SoloDraft:
     """The passes: the first, and the one that is made over and over."""
 
-    def __init__(self, drafter: DeviceDrafter, count: int, sampling: tuple[bool, bool], context: int) -> None:
-        """For so many sequences, none of which gets beyond `context`."""
-        self._drafter, self._count = drafter, count
-        size = power_of_2(count)
+    def __init__(self, drafter: DeviceDrafter, size: int, sampling: tuple[bool, bool], context: int) -> None:
+        """For up to so many sequences, none of which gets beyond `context`."""
+        self._drafter = drafter
         self._shapes, self.layouts = [], []
         for num_read in (NUM_REREAD, 1):
             is_first = num_read > 1
@@ -73,9 +73,9 @@ class SoloDraft:
         program.then(first)
         program.as_long_as(self._drafter.state.goes_on, rest)
 
-    def begin(self, sheets: list[Sheet], ruling: Ruling) -> None:
-        """Write what stays the same, whoever the sequences are."""
-        count, everybody = self._count, np.arange(self._count)
+    def begin(self, sheets: list[Sheet], ruling: Ruling, count: int) -> None:
+        """Write what is the same for any so many sequences."""
+        everybody = np.arange(count)
         for depth, (shape, sheet) in enumerate(zip(self._shapes, sheets, strict=True)):
             host = sheet.arrays
             num_read = shape.num_tokens // shape.num_seqs
@@ -89,7 +89,7 @@ class SoloDraft:
         host["judged"][:count] = everybody
 
     def renew(self, sheets: list[Sheet], news: SoloNews) -> None:
-        rule, count, table = news.rule, self._count, self._drafter.table
+        rule, count, table = news.rule, len(news.sequences), self._drafter.table
         costs = rule.ruling.costs(LONGEST_SOLO + 1)
         for depth, (shape, sheet) in enumerate(zip(self._shapes, sheets, strict=True)):
             host = sheet.arrays
@@ -107,13 +107,13 @@ class SoloDraft:
             row[: len(known)] = known
         if first.is_new("ends", ends):
             host["ends"][: ends.size] = ends.ravel()
-        host["may_go_on"][:count] = rule.caps > 1
+        host["caps"][:count] = rule.caps
+        host["memories"][:count] = rule.memories
+        host["totals"][:count] = [len(sequence.tokens) + sequence.num_left for sequence in news.sequences]
         host["num_tokens"][:count] = [len(sequence.tokens) for sequence in news.sequences]
         host["last_tokens"][:count] = [sequence.tokens[-1] for sequence in news.sequences]
         host["emitted_start"][0], host["emitted_width"][0] = news.places
-        host = rest.arrays
-        host["costs"][:] = costs.ravel()
-        host["caps"][:count] = rule.caps
+        rest.arrays["costs"][:] = costs.ravel()
 
 
 def write_tables(sheet: Sheet, shape: PassShape, tables: NDArray[np.int32]) -> None:

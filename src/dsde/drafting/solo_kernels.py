@@ -33,6 +33,8 @@ class SoloState:
     heads: torch.Tensor
     """[sequences, 4] int32: tokens of each behind the verdict, the newest of them, how many the verdict brought, and
     whether one of these ends it"""
+    caps: torch.Tensor
+    """[sequences] int32, tokens that each may draft"""
     lengths: torch.Tensor
     """[sequences] int32, of drafts that are over"""
     goes_on: torch.Tensor
@@ -47,7 +49,8 @@ class SoloState:
         def words(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        return cls(words(num_seqs, NUM_HEADS), words(num_seqs), words(1), words(1), words(2).view(torch.int64))
+        began = words(2).view(torch.int64)
+        return cls(words(num_seqs, NUM_HEADS), words(num_seqs), words(num_seqs), words(1), words(1), began)
 
 
 @dataclass(slots=True)
@@ -70,19 +73,21 @@ def has_clock() -> bool:
     return not triton.knobs.runtime.interpret
 
 
-def solo_sizes(num_seqs: int) -> dict[str, int]:
-    """What a draft pass is told beside all others."""
-    return {"ends": NUM_ENDS * num_seqs, "caps": num_seqs, "costs": 3 * (LONGEST_SOLO + 1), "count": 1}
+def solo_sizes(num_seqs: int, is_first: bool) -> dict[str, int]:
+    """What a draft pass is told beside all others, the first of a step and those behind it."""
+    if is_first:
+        return {"ends": NUM_ENDS * num_seqs, **dict.fromkeys(("caps", "memories", "totals"), num_seqs), "count": 1}
+    return {"costs": 3 * (LONGEST_SOLO + 1), "count": 1}
 
 
 def go_deeper(arrays: dict[str, torch.Tensor], state: SoloState, table_width: int) -> None:
     """Make a draft pass's arrays those of the next depth: arrays["count"] sequences read the tokens that they drew
-    last. Nobody goes beyond its arrays["caps"]; arrays["costs"] [depths, 3] are the rule's."""
+    last. Nobody goes beyond its cap; arrays["costs"] [depths, 3] are the rule's."""
     pdl = programmatic_launch()
     _go_deeper_kernel[(1,)](
         state.heads,
+        state.caps,
         arrays["count"],
-        arrays["caps"],
         arrays["costs"],
         arrays["depth"],
         arrays["first_row"],
@@ -94,7 +99,6 @@ def go_deeper(arrays: dict[str, torch.Tensor], state: SoloState, table_width: in
         arrays["slots"],
         arrays["contexts"],
         arrays["places"],
-        arrays["may_go_on"],
         arrays["rule_numbers"],
         table_width,
         BLOCK=BLOCK_SIZE,
@@ -172,8 +176,8 @@ def lay_out(
 @triton.jit(do_not_specialize=["table_width"])
 def _go_deeper_kernel(
     heads: tl.tensor,
-    count: tl.tensor,
     caps: tl.tensor,
+    count: tl.tensor,
     costs: tl.tensor,
     depth: tl.tensor,
     first_row: tl.tensor,
@@ -185,7 +189,6 @@ def _go_deeper_kernel(
     slots: tl.tensor,
     contexts: tl.tensor,
     places: tl.tensor,
-    may_go_on: tl.tensor,
     rule_numbers: tl.tensor,
     table_width: tl.tensor,
     BLOCK: tl.constexpr,
@@ -211,7 +214,6 @@ def _go_deeper_kernel(
     tl.store(contexts + sequence, context, mask=active)
     tl.store(sources + sequence, (here - 1) * num + sequence, mask=active)
     tl.store(places + sequence, here * num + sequence, mask=active)
-    tl.store(may_go_on + sequence, (cap > here + 1).to(tl.int32), mask=active)
     # A seeded sequence's noise belongs to the position, which the verdict has moved.
     is_seeded = active & (tl.load(modes + sequence, mask=active, other=0) == MATCH) & (here == 1)
     counter = tl.load(counters + sequence, mask=is_seeded, other=0)

@@ -265,9 +265,10 @@ class DeviceExecutor:
         """The step after `flight`, whose verdict nobody has seen, if the device can make it alone."""
         drafter, decodes, wish = self.drafter, work.decodes, flight.wish
         caught_up = flight.proposals.is_caught_up
-        if drafter is None or not self.makes_solos or self._most_alone < 1 or caught_up is None or not caught_up.all():
+        if drafter is None or not self.makes_solos or self._most_alone < 1 or caught_up is None:
             return False
-        rule = solo_rule(work, wish, num_drafted, self._most_alone, drafter.model.config.max_position_embeddings)
+        max_context = drafter.model.config.max_position_embeddings
+        rule = solo_rule(work, wish, num_drafted, caught_up, self._most_alone, max_context)
         if rule is None or drafter.needs_room(len(decodes) * (LONGEST_SOLO + 1), 0):
             return False
         context = max(len(sequence.tokens) for sequence in decodes) + int(num_drafted.max()) + 1 + rule.longest
@@ -293,7 +294,7 @@ class DeviceExecutor:
         flight.timing.go_on()
         self._solo_turn = 1 - self._solo_turn
         setting.run(news, self.table, self._solo_turn)
-        drafter.have_read_ahead(decodes)
+        drafter.have_read_ahead(decodes, caught_up)
         timing = self.clock.start()
         read: _Read = setting.result
         answer = self._fetch(read.findings, flight.answer)
@@ -334,13 +335,14 @@ class DeviceExecutor:
         if self._num_changes != self._solo_changes:
             self._solo_settings.clear()
             self._solo_changes = self._num_changes
-        key = (count, rule.longest, sampling)
+        size = power_of_2(count)
+        key = (size, rule.longest, sampling)
         setting = self._solo_settings.get(key)
         if setting is None or context > setting.room:
-            draft = SoloDraft(drafter, count, sampling, context)
+            draft = SoloDraft(drafter, size, sampling, context)
             variant = _Variant(*sampling, False, _longest_judged(rule.longest, in_parts=True), is_solo=True)
-            setting = SoloSetting(draft, self.passes, count, rule.longest, context, variant, _more_arrays_of_graph)
-            setting.prepare(rule.ruling, drafter.state, self.drafts.signals, self._told)
+            setting = SoloSetting(draft, self.passes, size, rule.longest, context, variant, _more_arrays_of_graph)
+            setting.prepare(drafter.state, self.drafts.signals, self._told)
             self._solo_settings[key] = setting
         return setting
 
@@ -604,10 +606,13 @@ class DeviceExecutor:
     def _finish_solo(self, flight: DeviceFlight) -> Landing:
         assert flight.turn is not None
         flight.timing.judged.wait()
-        flight.proposals, draft_s = told_proposals(self._told, flight.turn, len(flight.judged))
+        caught_up = flight.proposals.is_caught_up
+        assert caught_up is not None
+        flight.proposals, draft_s = told_proposals(self._told, flight.turn, caught_up)
         flight.drafted = flight.proposals.lengths
         flight.num_judged_rows = int(flight.drafted.sum()) + len(flight.judged)
-        for sequence, length in zip(flight.judged, flight.drafted.tolist(), strict=True):
+        for i in np.flatnonzero(caught_up).tolist():
+            sequence, length = flight.judged[i], int(flight.drafted[i])
             sequence.num_draft_computed = len(sequence.tokens) + max(length - 1, 0)
         return self._describe(flight, flight.timing.seconds_alone(draft_s))
 

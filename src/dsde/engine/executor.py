@@ -28,7 +28,7 @@ from dsde.verification.synthetic import SyntheticRates
 
 IntArray = NDArray[np.int64]
 
-MOST_ALONE = 4
+MOST_ALONE = 8
 """Sequences of a step that a device makes without the host, at most: if one of them ends it was in vain, and the more
 there are the oftener that happens."""
 

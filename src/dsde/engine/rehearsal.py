@@ -131,7 +131,7 @@ def rehearse(engine: Engine) -> None:
                 _perform_with_company(engine, script, size)
         if engine.drafter is not None and makes_solos:
             engine.executor.makes_solos = True
-            for size in range(1, min(MOST_ALONE, max(sizes, default=0)) + 1):
+            for size in (size for size in sizes if size <= MOST_ALONE):
                 for params in WAYS if size == 1 else WAYS[:1]:
                     _perform_alone(engine, script, size, params)
             engine.executor.makes_solos = False

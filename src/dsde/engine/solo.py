@@ -3,8 +3,9 @@
 The device reads what stood, drafts until the rule that the last step was planned with ends all drafts, and has the
 target verify them, while the host is still busy with the step before. When it comes to plan this one it has been made,
 and counts if it is what is wanted; otherwise it is dropped and made anew. Drafts may end anywhere, whoever says so, so
-the text stays the target's. The target's pass is one of a few sizes, of which the device takes the first that does; if
-somebody's text has ended it takes none. Knows nothing of policies.
+the text stays the target's. Near the end of a request, or of its memory, they are as long as there is room, if only it
+reads on. The target's pass is one of a few sizes, of which the device takes the first that does; if somebody's text has
+ended it takes none. Knows nothing of policies.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from dsde.models.passes import PassRunner, PassShape, layout_of
 if TYPE_CHECKING:
     from dsde.engine.device_executor import DeviceFlight
 
+BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
 
 _SHORT_SOLO = 7
-"""tokens drafted at most where drafts are mostly half as long: near its end a request must have room for the longest"""
+"""tokens drafted at most where drafts are mostly half as long: the fewer there may be the smaller are the sizes"""
 _FEWEST_ROWS = 4
 """of the target's smallest pass: fewer take as long"""
 
@@ -60,30 +62,37 @@ class Solo:
 
     def is_wanted(self, work: Schedule, wish: DraftWish, num_changes: tuple[int, ...]) -> bool:
         """Whether the step that has been planned now is like this one: a rule may have moved a little since."""
+        # Where nobody has room for a draft any more the device has made none.
+        is_alike = _is_by_rule(wish) or all(sequence.num_left == 1 for sequence in work.decodes)
         return (
             not work.prefills
             and _are_same(work.decodes, self.flight.judged)
-            and _is_by_rule(wish)
+            and is_alike
             and num_changes == self.num_changes
             and all(s.block_table[: len(held)] == held for s, held in zip(work.decodes, self.blocks, strict=True))
         )
 
 
-def told_proposals(told: Told, turn: int, count: int) -> tuple[DeviceProposals, float]:
-    """What was drafted for so many sequences, which by now the device has told, and how many seconds that took."""
+def told_proposals(told: Told, turn: int, is_caught_up: BoolArray) -> tuple[DeviceProposals, float]:
+    """What was drafted for sequences of whom the draft had read everything, or not; which by now the device has told,
+    and how many seconds that took."""
+    count = len(is_caught_up)
     num_passes, draft_ns, *lengths = told.numbers[turn, : 2 + count].tolist()
     if num_passes == GONE:
         raise RuntimeError("The device took a text for ended that goes on.")
     drafted, depths = np.array(lengths, dtype=np.int64), np.arange(max(lengths))
     rows = np.where(depths < drafted[:, None], depths * count + np.arange(count)[:, None], -1)
-    proposals = DeviceProposals(drafted, rows, is_caught_up=np.ones(count, dtype=bool), num_passes=num_passes)
+    proposals = DeviceProposals(drafted, rows, is_caught_up=is_caught_up, num_passes=num_passes)
     proposals.signals = told.signals[turn].numpy()
     return proposals, 1e-9 * draft_ns
 
 
-def solo_rule(work: Schedule, wish: DraftWish, num_drafted: IntArray, most: int, max_context: int) -> SoloRule | None:
+def solo_rule(
+    work: Schedule, wish: DraftWish, num_drafted: IntArray, is_caught_up: BoolArray, most: int, max_context: int
+) -> SoloRule | None:
     """For the step after one that was wished for so and whose drafts have these lengths, at most; None: it must be left
-    to the host. `most` tokens can be drafted whatever is wished, behind `max_context`."""
+    to the host. Who is not caught up cannot draft; `most` tokens can be drafted whatever is wished, within
+    `max_context`."""
     decodes, stop = work.decodes, wish.stop
     if work.prefills or not wish.is_steady or not 0 < len(decodes) <= MOST_ALONE or not _is_by_rule(wish):
         return None
@@ -95,12 +104,15 @@ def solo_rule(work: Schedule, wish: DraftWish, num_drafted: IntArray, most: int,
     wishes = wish.lengths.tolist()
     if are_fixed.any() and max(wishes[i] for i in np.flatnonzero(are_fixed).tolist()) > longest:
         return None  # who is never stopped gets what was asked for
-    caps = []
-    for sequence, drafted, wished in zip(decodes, num_drafted.tolist(), wishes, strict=True):
-        # Whatever the verdict on this step, each must have a token to come and memory for all that may be read.
-        room = min(len(sequence.block_table) * BLOCK_SIZE, max_context) - len(sequence.tokens) - 1
-        caps.append(min(longest, wished, room - drafted, sequence.num_left - 2 - drafted))
-    return SoloRule(Ruling(stop), np.array(caps), longest) if min(caps) > 0 else None
+    caps = np.minimum(wish.lengths, longest)
+    if (caps[~is_caught_up] > 0).any():
+        return None
+    memories = [min(len(sequence.block_table) * BLOCK_SIZE, max_context) for sequence in decodes]
+    for sequence, memory, drafted in zip(decodes, memories, num_drafted.tolist(), strict=True):
+        # Wherever the verdict on this step ends, the newest token must have a position and memory.
+        if len(sequence.tokens) + min(drafted + 1, sequence.num_left) > memory:
+            return None
+    return SoloRule(Ruling(stop), caps, np.array(memories), longest)
 
 
 def _are_same(sequences: list[Sequence], others: list[Sequence]) -> bool:
@@ -108,33 +120,32 @@ def _are_same(sequences: list[Sequence], others: list[Sequence]) -> bool:
 
 
 def _is_by_rule(wish: DraftWish) -> bool:
-    """Whether everybody drafts by a rule that says what it expects: any other one is obeyed to the letter, and in the
+    """Whether all drafts are by a rule that says what it expects: any other one is obeyed to the letter, and in the
     very step that it is for."""
     return (
         isinstance(wish.stop, StopByWorth)
         and wish.stop.usual is not None
         and wish.budget is None
         and wish.consultant is None
-        and bool(wish.lengths.all())
+        and bool(wish.lengths.any())
     )
 
 
 class SoloSetting:
-    """Steps of so many sequences, drafted up to so far: memory, and the program that the device goes through."""
+    """Steps of up to so many sequences, drafted up to so far: memory, and the program that the device goes through."""
 
     def __init__(
         self,
         draft: SoloDraft,
         passes: PassRunner,
-        count: int,
+        num_seqs: int,
         longest: int,
         context: int,
         variant: tuple[object, ...],
         more: Callable[[PassShape], dict[str, int]],
     ) -> None:
         """`passes` are the target's; `more` names arrays of its body's own."""
-        self._draft, self._count, self._longest = draft, count, longest
-        num_seqs = power_of_2(count)
+        self._draft, self._longest = draft, longest
         self._sizes = _sizes(num_seqs, longest)
         rows_of_one = [min(longest + 1, size - num_seqs + 1) for size in self._sizes]
         self._shapes = [
@@ -170,9 +181,8 @@ class SoloSetting:
         """tokens that a sequence may have"""
         return self._shapes[-1].table_width * BLOCK_SIZE
 
-    def prepare(self, ruling: Ruling, state: SoloState, signals: torch.Tensor, told: Told) -> None:
-        """Compile and capture everything, and write what stays the same, whoever the sequences are. Before anything is
-        queued: it leaves its marks on what the device keeps."""
+    def prepare(self, state: SoloState, signals: torch.Tensor, told: Told) -> None:
+        """Compile and capture everything. Before anything is queued: it leaves its marks on what the device keeps."""
         *draft_words, words = self._parts(self._device_words)
         program = Program(self._passes.device)
         self._draft.write_program(program, draft_words)
@@ -191,18 +201,20 @@ class SoloSetting:
         program.one_of([(fits[i : i + 1], work) for i, work in enumerate(works)])
         program.finish()
         self._program = program
-        for turn, (*draft_sheets, sheet) in enumerate(self._sheets):
-            self._draft.begin(draft_sheets, ruling)
-            host, count = sheet.arrays, self._count
-            host["table_offsets"][:] = np.arange(self._shapes[-1].num_seqs) * width
-            host["items"].fill(-1)
-            host["items"][: 2 * count] = np.stack((np.arange(count), np.zeros(count)), axis=1).ravel()
-            host["count"][0], host["turn"][0] = count, turn
-            host["sizes"][:] = self._sizes
+        for turn, (*_, sheet) in enumerate(self._sheets):
+            sheet.arrays["table_offsets"][:] = np.arange(self._shapes[-1].num_seqs) * width
+            sheet.arrays["turn"][0] = turn
+            sheet.arrays["sizes"][:] = self._sizes
 
     def run(self, news: SoloNews, table: SequenceTable, turn: int) -> None:
         """One copy there, and all of it is queued."""
         *draft_sheets, sheet = self._sheets[turn]
+        count = len(news.sequences)
+        if sheet.is_new("count", np.array([count])):
+            self._draft.begin(draft_sheets, news.rule.ruling, count)
+            sheet.arrays["items"].fill(-1)
+            sheet.arrays["items"][: 2 * count] = np.stack((np.arange(count), np.zeros(count)), axis=1).ravel()
+            sheet.arrays["count"][0] = count
         self._draft.renew(draft_sheets, news)
         table.write_draws(sheet, news.slots, news.counters)
         write_tables(sheet, self._shapes[-1], news.tables)

@@ -111,6 +111,9 @@ class Turns(Policy):
     def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
         self.current.settle(coming, is_pressed)
 
+    def rules_on(self) -> bool:
+        return self.current.rules_on()
+
     def observe(self, outcome: Outcome) -> None:
         while self._planned[0][0] is not outcome.slots:
             self._planned.popleft()

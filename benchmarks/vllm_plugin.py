@@ -303,8 +303,13 @@ class Bench:
                     break
                 time.sleep(0.5)
 
+    def _num_rounds(self, variant: str) -> int:
+        """That count."""
+        is_stock = variant.startswith(("static", "table"))
+        return min(self.options.rounds, self.options.stock_rounds) if is_stock else self.options.rounds
+
     def _left(self, variant: str) -> list[int]:
-        num_rounds = self.options.rounds * self.options.copies
+        num_rounds = self._num_rounds(variant) * self.options.copies
         rows = [row for row in self.report["cells"] if len(row["rounds"]) >= num_rounds]
         known = {row["batch"] for row in rows if row["variant"] == variant}
         return [batch for batch in self.options.batches if batch not in known]
@@ -391,7 +396,7 @@ class Bench:
                     return
                 for remote, variant in turns[:: 1 if number % 2 else -1]:
                     learns = variant.startswith("plugin:")
-                    if "error" in remote.row or (number < 0 and not learns):
+                    if "error" in remote.row or (number < 0 and not learns) or number > self._num_rounds(variant):
                         continue
                     tokens = self.options.tokens.get(batch, 128)
                     if number <= 0 and not learns:
@@ -544,11 +549,12 @@ def mean_ratio(mine: Row | None, others: list[Row]) -> str:
     if mine is None or not others:
         return "-"
     best = max(others, key=lambda row: float(row["tokens_per_s"]))
-    if mine["group"] != best["group"] or len(mine["rounds"]) < 2 or len(mine["rounds"]) != len(best["rounds"]):
+    numbers = {found["number"] for found in mine["rounds"]} & {found["number"] for found in best["rounds"]}
+    speeds = [[speed_of(found) for found in row["rounds"] if found["number"] in numbers] for row in (best, mine)]
+    if mine["group"] != best["group"] or len(speeds[0]) < 2 or len(speeds[0]) != len(speeds[1]):
         return "-"
     from intervals import half_width  # as `cores` above
 
-    speeds = [list(map(speed_of, row["rounds"])) for row in (best, mine)]
     ratios = [ours / theirs for theirs, ours in zip(*speeds, strict=True)]
     return f"{sum(ratios) / len(ratios):.2f} ± {half_width(ratios):.2f}"
 
@@ -621,6 +627,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--max-length", type=int, default=4, help="num_speculative_tokens of the plugin's engine")
     parser.add_argument("--rounds", type=int, default=2, help="the best counts")
+    parser.add_argument(
+        "--stock-rounds", type=int, default=99, help="the most of vLLM's own lengths and table, which take their time"
+    )
     parser.add_argument(
         "--learn-rounds", type=int, default=1, help="of the plugin's policies at every batch, before those that count"
     )

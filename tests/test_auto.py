@@ -345,6 +345,22 @@ def test_a_plan_made_ahead_is_the_plan_made_late() -> None:
             policy.observe(found)
 
 
+def test_it_says_whether_the_next_plan_will_be_by_a_rule() -> None:
+    """As soon as that has been thought of."""
+    policy, rng = Auto(cost=Known(MEMORY_BOUND)), np.random.default_rng(0)
+    assert policy.rules_on()
+    said = []
+    for _ in range(60):
+        plan = policy.plan(batch(4))
+        policy.settle()
+        said.append((policy.rules_on(), plan.stop is not None))
+        drafted = plan.lengths.tolist()
+        seen = outcome(drafted, drafted, rng.random((sum(drafted), 3)), verify_s=4e-3)
+        policy.observe(replace(seen, is_ruled=plan.stop is not None))
+    assert [foretold for foretold, _ in said[:-1]] == [is_ruled for _, is_ruled in said[1:]]
+    assert len(set(said)) > 2
+
+
 def test_a_plan_made_for_others_is_not_used() -> None:
     policy = Auto(cost=Known(MEMORY_BOUND))
     policy.plan(batch(4))

@@ -115,6 +115,18 @@ def test_hardly_any_step_is_slow_whatever_is_drafted(way: Way) -> None:
     assert tokens_of(complete(engine, prompts(8), GREEDY)) == expected
 
 
+def test_no_draft_that_a_rule_ends_is_slow_or_padded(way: Way) -> None:
+    """Wherever it does, with the host; so that policies are told what every step took."""
+    policy = Ruled(rule_of_many_lengths, length=7)
+    engine = rehearsed_graphs(way, policy)
+    executor_of(engine).makes_solos = False
+    assert num_cold(engine, 8, replace(GREEDY, max_tokens=40, ignore_eos=True)) == 0
+    drafts = [outcome for outcome in policy.outcomes if outcome.drafted.any()]
+    assert len({int(outcome.drafted.sum()) for outcome in drafts}) > 5
+    # The last few may be fewer than their drafts began with.
+    assert all(outcome.verify_s > 0 for outcome in drafts if len(outcome.drafted) == 8)
+
+
 def test_no_step_that_the_device_makes_alone_is_slow(way: Way) -> None:
     engine = rehearsed_graphs(way, Ruled(rule_of_many_lengths, length=7))
     executor = executor_of(engine)

@@ -202,6 +202,41 @@ def test_who_does_not_draft_rides_along_and_misses_nothing(way: Way, num_seqs: i
     check_nothing_is_held(engine)
 
 
+class RuledAtTimes(Ruled):
+    """For three steps of four, and says so beforehand or not."""
+
+    def __init__(self, says_so: bool) -> None:
+        super().__init__(rule_always, length=3)
+        self.says_so, self.number = says_so, 0
+
+    def plan(self, batch: BatchView) -> Plan:
+        plan = super().plan(batch)
+        self.number += 1
+        if self.number % 4 == 0:
+            return Plan.wanting(0, batch)
+        return plan
+
+    def rules_on(self) -> bool:
+        return not self.says_so or self.number % 4 != 3
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_another_plan_is_followed_a_step_later_where_one_has_been_made(way: Way, says_so: bool) -> None:
+    policy = RuledAtTimes(says_so)
+    engine = way.engine("close", policy, max_num_seqs=2)
+    work = [([1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for i in range(2)]
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    executor = executor_of(engine)
+    assert executor.num_solos > 3
+    assert (executor.num_dropped <= 1) == says_so  # when the first of the two ends
+    drafted = [bool(outcome.drafted.any()) for outcome in policy.outcomes]
+    assert drafted[:10] == (
+        [True] * 4 + [False] + [True] * 4 + [False] if says_so else ([True] * 3 + [False]) * 2 + [True] * 2
+    )
+    assert [outcome.is_ruled for outcome in policy.outcomes[:10]] == drafted[:10]
+    check_nothing_is_held(engine)
+
+
 def test_a_request_is_made_alone_to_its_end(way: Way) -> None:
     """And no step of it is made twice."""
     engine = way.engine("target", Ruled(rule_always, length=7), max_num_seqs=1)

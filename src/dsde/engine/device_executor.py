@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from dsde.core.params import LONGEST_DRAFT
 from dsde.core.sequence import Sequence
 from dsde.core.stops import SIGNALS
+from dsde.device.backend import device_context
 from dsde.device.program import ProgramError, can_run
 from dsde.device.staging import Sheet
 from dsde.drafting import ModelDrafter
@@ -47,13 +48,16 @@ from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.engine.solo import Solo, SoloSetting, most_alone, most_rows, solo_rule, told_proposals
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2
+from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2, ragged_buckets
 from dsde.models.passes import Pass, PassRunner, PassShape, ragged_rows
 from dsde.verification import Verdict
 from dsde.verification.kernels import Findings, Judgement, judge
 from dsde.verification.synthetic import table
 
 IntArray = NDArray[np.int64]
+
+_MOST_REHEARSED = 8
+"""drafted tokens of a sequence, on average, in verifications that are rehearsed"""
 
 
 @dataclass(slots=True)
@@ -345,6 +349,27 @@ class DeviceExecutor:
             setting.prepare(drafter.state, self.drafts.signals, self._told)
             self._solo_settings[key] = setting
         return setting
+
+    def rehearse(self, most: int) -> None:
+        if self.drafter is not None:
+            with torch.inference_mode(), device_context(self.device):
+                self.drafter.rehearse(most)
+                self._rehearse_verifications(most)
+
+    def _rehearse_verifications(self, most: int) -> None:
+        variant = _Variant(False, False, False, _longest_judged(1, in_parts=True))
+        for size in sorted({power_of_2(count) for count in range(1, most + 1)}):
+            farthest = min(size * (1 + _MOST_REHEARSED), MOST_GRAPH_TOKENS)
+            for num_tokens in ragged_buckets(size // 2 + 2, farthest):
+                count = min(size, most, num_tokens - 1)
+                lengths = np.full(count, num_tokens // count)
+                lengths[: num_tokens % count] += 1
+                shape = self.passes.shape(ragged_rows(lengths), lengths, None, in_parts=True, variant=variant)
+                self._make_room(shape.num_rows)
+                self.passes.rehearse(shape, _more_arrays_of_graph(shape))
+
+    def has_made(self, decodes: list[Sequence]) -> bool:
+        return self._solo is not None and self._solo.is_of(decodes)
 
     def follow(self, flight: Flight) -> Flight | None:
         if not isinstance(flight, DeviceFlight) or flight.drafted.any() or flight.entry is None:

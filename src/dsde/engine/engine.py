@@ -139,6 +139,7 @@ class Engine:
         """steps under way, the next to land first"""
         self._unreported: deque[_Emission] = deque()
         """outlives a step that fails after these were committed"""
+        self._latest_plan: LengthPlan | None = None
         self.num_calm = _NUM_CALM
         """steps with drafts since the device last waited for the host before one"""
         self._num_traced = 0
@@ -277,10 +278,18 @@ class Engine:
         times = [time.perf_counter()]
         work = self._schedule()
         times.append(time.perf_counter())
-        plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills))
+        # What a device has made already by the last plan need not be in vain because the next one is another.
+        is_late = self.executor.has_made(work.decodes) and not work.prefills and not self.policy.rules_on()
+        if is_late and self._latest_plan is not None:
+            plan = self.planner.repeat(self._latest_plan, work.decodes)
+        else:
+            plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills))
+        self._latest_plan = plan
         times.append(time.perf_counter())
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}
-        flight = self.executor.launch(work, self._wish(work.decodes, plan), scored)
+        wish = self._wish(work.decodes, plan)
+        wish.is_steady = wish.is_steady and not is_late
+        flight = self.executor.launch(work, wish, scored)
         self.metrics.num_host_steps += self.executor.is_asynchronous and isinstance(flight, HostFlight)
         self.metrics.schedule_s += times[1] - times[0]
         self.metrics.plan_s += times[2] - times[1]

@@ -138,6 +138,12 @@ class Executor(Protocol):
         """Draft for the decoding sequences, let the target read everything, judge. `scored` prompts bring a row of
         logits for every token they read."""
 
+    def rehearse(self, most: int) -> None:
+        """Prepare for steps of up to so many sequences whose drafts a rule may end anywhere. Nothing is under way."""
+
+    def has_made(self, decodes: list[Sequence]) -> bool:
+        """Whether a device has begun with the next step of these already, by the rule of the last."""
+
     def follow(self, flight: Flight) -> Flight | None:
         """Launch the step after `flight`, whose verdict nobody has seen yet: the same sequences, each with its next
         token, no drafts. None if that cannot be done."""
@@ -225,6 +231,12 @@ class HostExecutor:
             proposals.tokens,
         )
         return HostFlight(judged, proposals.lengths, proposals.num_catch_up_tokens, landing)
+
+    def rehearse(self, most: int) -> None:
+        pass
+
+    def has_made(self, decodes: list[Sequence]) -> bool:
+        return False
 
     def follow(self, flight: Flight) -> Flight | None:
         return None

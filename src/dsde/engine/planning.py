@@ -85,17 +85,26 @@ class Planner:
             plan = self.policy.plan(batch)
             planned[rows] = np.minimum(np.maximum(plan.lengths, 0), batch.rooms)
             self.metrics.num_capped += plan.num_lowered
-        lengths = planned
-        if planned.any():
-            reserve = self.scheduler.reserve
-            wanted = zip(decodes, planned.tolist(), strict=True)
-            more = self.num_ahead
-            lengths = np.array([min(reserve(s, k + more), k) if k else 0 for s, k in wanted], dtype=np.int64)
-            self.metrics.num_trimmed += int((lengths < planned).sum())
+        lengths = self._reserve(decodes, planned)
         num_resting = 0
         if not any(isinstance(wish, int) for wish in wishes):
             num_resting = FOREVER if plan is None else plan.num_resting
         return LengthPlan(planned, lengths, rows, batch, plan, _spread(plan, rows, len(decodes)), num_resting)
+
+    def repeat(self, plan: LengthPlan, decodes: list[Sequence]) -> LengthPlan:
+        """The same once more, for the same sequences."""
+        planned = np.minimum(plan.planned, _rooms(decodes))
+        return replace(plan, planned=planned, lengths=self._reserve(decodes, planned))
+
+    def _reserve(self, decodes: list[Sequence], planned: IntArray) -> IntArray:
+        """What there is memory for."""
+        if not planned.any():
+            return planned
+        reserve, more = self.scheduler.reserve, self.num_ahead
+        wanted = zip(decodes, planned.tolist(), strict=True)
+        lengths = np.array([min(reserve(s, k + more), k) if k else 0 for s, k in wanted], dtype=np.int64)
+        self.metrics.num_trimmed += int((lengths < planned).sum())
+        return lengths
 
     def foresee(self, work: Schedule) -> BatchView | None:
         """The batch of the next step, where this one ends prompts and nothing else will be read then, as long as nobody

@@ -60,13 +60,17 @@ class Solo:
     num_changes: tuple[int, ...]
     """of all that graphs point to, before it was queued"""
 
+    def is_of(self, sequences: list[Sequence]) -> bool:
+        judged = self.flight.judged
+        return len(sequences) == len(judged) and all(a is b for a, b in zip(sequences, judged, strict=True))
+
     def is_wanted(self, work: Schedule, wish: DraftWish, num_changes: tuple[int, ...]) -> bool:
         """Whether the step that has been planned now is like this one: a rule may have moved a little since."""
         # Where nobody has room for a draft any more the device has made none.
         is_alike = _is_by_rule(wish) or all(sequence.num_left == 1 for sequence in work.decodes)
         return (
             not work.prefills
-            and _are_same(work.decodes, self.flight.judged)
+            and self.is_of(work.decodes)
             and is_alike
             and num_changes == self.num_changes
             and all(s.block_table[: len(held)] == held for s, held in zip(work.decodes, self.blocks, strict=True))
@@ -113,10 +117,6 @@ def solo_rule(
         if len(sequence.tokens) + min(drafted + 1, sequence.num_left) > memory:
             return None
     return SoloRule(Ruling(stop), caps, np.array(memories), longest)
-
-
-def _are_same(sequences: list[Sequence], others: list[Sequence]) -> bool:
-    return len(sequences) == len(others) and all(a is b for a, b in zip(sequences, others, strict=True))
 
 
 def _is_by_rule(wish: DraftWish) -> bool:

@@ -35,6 +35,11 @@ def ragged_bucket(count: int) -> int:
     return power_of_2(count) if _LEAST_COARSE < count <= _MOST_COARSE else bucket(count)
 
 
+def ragged_buckets(least: int, most: int) -> list[int]:
+    """All that sums between these are padded to."""
+    return sorted({ragged_bucket(count) for count in range(least, most + 1)})
+
+
 def coarse_bucket(count: int) -> int:
     """Powers of two, and one between each two of them from 8 on."""
     most = power_of_2(count)

@@ -40,6 +40,9 @@ MOST_GRAPHS = 512
 """of one model: enough for any traffic that lasts, and a bound to memory for one that never repeats itself"""
 MOST_PADDING = 2
 """times the tokens of a pass, that a larger graph may have which is there already"""
+LEAST_LONGEST = 16
+"""tokens of one sequence that a verification in parts is made for, at least, since its drafts end anywhere: attention
+reads as many keys for few as for many, and graphs for every length would be met while somebody waits"""
 MOST_PADDED = 16
 """passes that such a graph does for one of the right size, before that is captured: to do so takes as long as tens of
 passes, and padding up to a third of each"""
@@ -196,6 +199,8 @@ class PassRunner:
         """whether a larger graph serves where the right one has not been captured"""
         self._stand_ins: dict[PassShape, _StandIn] = {}
         self._pool: Any = None
+        self._first_graph: torch.cuda.CUDAGraph | None = None
+        """of the pool, which is gone with its last"""
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -208,7 +213,7 @@ class PassRunner:
         """Drop all graphs: something they point to has moved."""
         self._passes.clear()
         self._stand_ins.clear()
-        self._pool = None
+        self._pool = self._first_graph = None
         self.num_forgotten += 1
 
     def shape(
@@ -310,6 +315,7 @@ class PassRunner:
             # Sequences cost next to nothing here: fewer graphs. As many tokens of as many sequences always fit.
             num_tokens = (pad or ragged_bucket)(num_tokens)
             num_seqs = min(power_of_2(num_seqs), num_tokens)
+            longest = max(power_of_2(longest), LEAST_LONGEST) if in_parts else longest
         else:
             heads = self.heads
             per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
@@ -460,14 +466,26 @@ class PassRunner:
 
     def work_of(self, entry: Pass) -> Work:
         """The pass as a part of a program, whatever its arrays will hold then. Leaves them as those of nobody."""
-        # As at a first time: with nothing to do, kernels are compiled.
+        self._do_for_nobody(entry)
+        return self.work(lambda: _keep(entry, rest_of(self.body(entry))))
+
+    def _do_for_nobody(self, entry: Pass) -> None:
+        """As at a first time: with nothing to do, kernels are compiled."""
         blank = Sheet.blank(entry.layout, pinned=False)
         for name in _NOBODY & blank.arrays.keys():
             blank.arrays[name].fill(-1)
         self.load(entry, blank)
         _keep(entry, rest_of(self.body(entry)))
         self.num_cold += 1
-        return self.work(lambda: _keep(entry, rest_of(self.body(entry))))
+
+    def rehearse(self, shape: PassShape, more: dict[str, int]) -> None:
+        """Have it captured before anybody needs it. Nothing may be under way."""
+        entry, _ = self.prepare(shape, lambda: more)
+        if not shape.is_graph or entry.is_captured:
+            return
+        self._do_for_nobody(entry)
+        (self._capture_parts if shape.in_parts else self._capture)(entry)
+        entry.num_runs = max(entry.num_runs, 1)
 
     def work(self, do: Callable[[], None]) -> Work:
         """Anything that has been done before, for a program."""
@@ -514,19 +532,23 @@ class PassRunner:
         with torch.cuda.stream(stream):
             # Without the collection of garbage that torch.cuda.graph() begins with: it takes longer than the capture.
             if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            with _no_garbage_collection():
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                try:
-                    work()
-                except BaseException:
-                    with suppress(RuntimeError):  # the first error says why
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+                self._pool, self._first_graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+                self._capture_into(self._first_graph, lambda: torch.zeros(1, device=self.device))
+            self._capture_into(graph, work)
         torch.cuda.current_stream().wait_stream(stream)
         self.num_captured += 1
         return graph
+
+    def _capture_into(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object]) -> None:
+        with _no_garbage_collection():
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
 
 class _Played:

@@ -136,6 +136,9 @@ class Auto(Policy):
         elif coming is None and current is not None and self._num_rested >= current.plan.num_resting:
             self._next = self.advisor.advise(current.batch)
 
+    def rules_on(self) -> bool:
+        return self._next is None or self._next.is_ruled
+
     def _rests(self) -> bool:
         """Whether this is one of the steps that the current plan announced, and somebody asks all the same."""
         return self._current is not None and 0 < self._num_rested <= self._current.plan.num_resting

@@ -229,6 +229,11 @@ class Policy(ABC):
         called never, or after every `plan`. With `coming` the next step will be one of that batch, about. With
         `is_pressed` there is hardly any time: the device has been waiting for the host."""
 
+    def rules_on(self) -> bool:
+        """Whether drafts will be ended by a rule in the next plan as well, as far as that has been thought of. Where a
+        device has gone on by the last one, and they will not, the next plan is asked for a step later."""
+        return True
+
     def forget(self, slots: IntArray) -> None:  # noqa: B027
         """These sequences have ended: drop their state, the slots will be given to others."""
 
@@ -266,6 +271,9 @@ class Staged(Policy):
 
     def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
         self.policy.settle(coming, is_pressed)
+
+    def rules_on(self) -> bool:
+        return self.policy.rules_on()
 
     def forget(self, slots: IntArray) -> None:
         self.policy.forget(slots)

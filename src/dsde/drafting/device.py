@@ -278,12 +278,12 @@ class DeviceDrafter:
         self._ahead = {sequences[row]: row for row in np.flatnonzero(is_caught_up).tolist()}
 
     def rehearse(self, most: int) -> None:
-        """Have passes captured in which up to so many sequences draft on, as a rule lets them. Nothing may be under
-        way."""
+        """Have passes captured in which up to so many sequences draft on while they are looked at, by a rule or not.
+        Nothing may be under way."""
         for count in sorted({coarse_bucket(count) for count in range(1, most + 1)}):
             ones = np.ones(count, dtype=np.int64)
-            for decides_first in (False, True):
-                variant = Variant(False, False, is_watched=True, decides=True, decides_first=decides_first)
+            for decides, decides_first in ((False, False), (True, False), (True, True)):
+                variant = Variant(False, False, is_watched=True, decides=decides, decides_first=decides_first)
                 shape = self.passes.shape(
                     ragged_rows(ones), ones, None, in_parts=True, pad=coarse_bucket, variant=variant
                 )

@@ -66,11 +66,7 @@ NOBODY = Act()
 ACTS = (
     NOBODY,
     Act(length=16, usual=16),
-    Act(length=8, usual=8),
-    Act(length=6, usual=6),
     Act(length=8, usual=4),
-    Act(length=3, usual=3),
-    Act(length=4, usual=2),
     Act(length=2, usual=1),
     Act(length=4),
     Act(length=2),

@@ -127,6 +127,22 @@ def test_no_draft_that_a_rule_ends_is_slow_or_padded(way: Way) -> None:
     assert all(outcome.verify_s > 0 for outcome in drafts if len(outcome.drafted) == 8)
 
 
+@pytest.mark.parametrize(("num_seqs", "max_len"), [(45, 4), (100, 20), (3, 64)])
+def test_nothing_that_was_rehearsed_is_given_up(way: Way, num_seqs: int, max_len: int) -> None:
+    """However short texts may be, and whoever could draft in it."""
+    engine = way.engine("target", Ruled(rule_of_many_lengths), max_num_seqs=num_seqs, max_model_len=max_len)
+    executor = executor_of(engine)
+    executor.rehearse(num_seqs)
+    before = executor._num_changes
+    executor.rehearse(num_seqs)
+    assert executor._num_changes == before
+    if way.name == "graphs":
+        num_captured = executor.passes.num_captured
+        executor.rehearse(num_seqs)
+        assert executor.passes.num_captured == num_captured
+        assert len(executor.passes._passes) > 3
+
+
 def test_no_step_that_the_device_makes_alone_is_slow(way: Way) -> None:
     engine = rehearsed_graphs(way, Ruled(rule_of_many_lengths, length=7))
     executor = executor_of(engine)

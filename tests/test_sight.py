@@ -18,8 +18,16 @@ def ways(sight: Sight, num_sequences: int, num: int, starts_s: tuple[float, floa
     found = []
     for _ in range(num):
         found.append(sight.is_worth_it(num_sequences, starts_s) != sight.is_try(num_sequences))
-        sight.count(num_sequences)
+        sight.count(num_sequences, found[-1])
     return found
+
+
+def test_a_draft_that_had_been_begun_before_is_no_try() -> None:
+    sight = Sight()
+    ways(sight, 8, FIRST_TRY)
+    assert sight.is_try(8)
+    assert not sight.count(8, True)
+    assert ways(sight, 8, NUM_TRIES + 1) == [False] * NUM_TRIES + [True]
 
 
 def test_the_other_way_is_tried_ever_more_rarely() -> None:

@@ -22,7 +22,7 @@ from dsde.drafting import device as drafting_device
 from dsde.drafting.foresight import Foresight
 from dsde.drafting.ruling import Ruling
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
-from dsde.engine import device_executor
+from dsde.engine import device_executor, solo
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
 from dsde.engine.solo import SoloSetting
@@ -235,6 +235,58 @@ def test_another_plan_is_followed_a_step_later_where_one_has_been_made(way: Way,
     )
     assert [outcome.is_ruled for outcome in policy.outcomes[:10]] == drafted[:10]
     check_nothing_is_held(engine)
+
+
+def test_a_plan_that_is_repeated_is_no_longer_than_there_is_room_or_memory_for(way: Way) -> None:
+    engine = way.engine("target", Ruled(rule_always, length=7), max_num_seqs=2)
+    for i in range(2):
+        engine.add([1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=30 + 20 * i, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    decodes = engine.scheduler.running
+    plan = engine._latest_plan
+    assert plan is not None
+    assert plan.lengths.tolist() == [7, 7]
+    decodes[0].max_tokens = decodes[0].num_output_tokens + 4
+    engine.scheduler._keep(decodes[1], 0)
+    engine.scheduler.pool.allocate(engine.scheduler.pool.num_free)
+    again = engine.planner.repeat(plan, decodes)
+    num_spare = len(decodes[1].block_table) * 16 - len(decodes[1].tokens)
+    assert again.planned.tolist() == [3, 7]
+    assert again.lengths.tolist() == [3, min(num_spare, 7)]
+    assert again.batch is plan.batch
+
+
+def test_a_step_is_made_for_those_who_were_there(way: Way) -> None:
+    engine = way.engine("target", Ruled(rule_always, length=3), max_num_seqs=2)
+    for i in range(3):
+        engine.add([1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    while executor_of(engine)._solo is None:
+        engine.step()
+    executor, (first, second) = executor_of(engine), engine.scheduler.running
+    assert executor.has_made([first, second])
+    assert not executor.has_made([first])
+    assert not executor.has_made([first, engine.scheduler.waiting[0]])
+
+
+def test_what_a_step_told_is_read_although_a_program_is_made_behind_it(way: Way) -> None:
+    """For longer drafts than before, while the device tells of it."""
+
+    def rules(count: int) -> Stop:
+        numbers.append(len(numbers))
+        return replace(rule_always(count), usual=np.full(count, 1 if numbers[-1] < 4 else 8))  # type: ignore[type-var]
+
+    numbers: list[int] = []
+    way.monkeypatch.setattr(solo, "_SHORT_SOLO", 3)
+    policy = Ruled(rules, length=12)
+    engine = way.engine("target", policy, max_num_seqs=1)
+    work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=101, ignore_eos=True))]
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    assert executor_of(engine).num_solos > 3
+    lengths = {int(outcome.drafted[0]) for outcome in policy.outcomes[2:-2]}
+    assert lengths == {3, min(15, executor_of(engine)._most_alone)}
+    for outcome in policy.outcomes[1:-2]:
+        assert outcome.num_draft_passes == outcome.drafted[0], "a draft that never ends early"
 
 
 def test_a_request_is_made_alone_to_its_end(way: Way) -> None:

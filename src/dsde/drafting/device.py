@@ -28,7 +28,7 @@ from dsde.drafting.ruling import FIRST, RULING_FIELDS, Decision, Ruling, ruling_
 from dsde.drafting.sequence_table import DRAW_FIELDS, SequenceTable, draw_sizes
 from dsde.drafting.solo_kernels import SoloState, go_deeper, solo_sizes
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.buckets import coarse_bucket, power_of_2, reading_bucket
+from dsde.models.buckets import MOST_GRAPH_TOKENS, coarse_bucket, power_of_2, reading_bucket
 from dsde.models.passes import Pass, PassRunner, PassShape, RaggedRows, ragged_rows
 from dsde.sampling.draw_mode import DrawMode
 from dsde.sampling.kernels import Draws, sample_drafts
@@ -280,6 +280,8 @@ class DeviceDrafter:
     def rehearse(self, most: int) -> None:
         """Have passes captured in which up to so many sequences draft on while they are looked at, by a rule or not.
         Nothing may be under way."""
+        most = min(most, MOST_GRAPH_TOKENS)
+        self.make_room(0, power_of_2(most))
         for count in sorted({coarse_bucket(count) for count in range(1, most + 1)}):
             ones = np.ones(count, dtype=np.int64)
             for decides, decides_first in ((False, False), (True, False), (True, True)):
@@ -296,7 +298,7 @@ class DeviceDrafter:
     def needs_room(self, num_drafted: int, num_seqs: int) -> bool:
         """Whether the store must move before a step with so many drafts."""
         # First tokens drawn ahead lie before the others, also those of sequences that have ended.
-        return self.drafts.capacity < num_drafted + max(num_seqs, len(self._ahead))
+        return self.drafts.capacity < num_drafted + max(num_seqs, 1 + max(self._ahead.values(), default=-1))
 
     def make_room(self, num_drafted: int, num_seqs: int) -> None:
         """Before a step whose drafts may be so many: graphs point to where they are kept."""

@@ -117,6 +117,6 @@ class SoloDraft:
 
 
 def write_tables(sheet: Sheet, shape: PassShape, tables: NDArray[np.int32]) -> None:
-    if sheet.is_new("tables", tables):
+    if sheet.is_new("tables", np.array(tables.shape), tables):
         width = shape.table_width
         sheet.arrays["tables"].reshape(-1, width)[: len(tables), : tables.shape[1]] = tables[:, :width]

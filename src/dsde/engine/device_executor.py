@@ -48,7 +48,7 @@ from dsde.engine.scheduler import Schedule, blocks_for
 from dsde.engine.solo import Solo, SoloSetting, most_alone, most_rows, solo_rule, told_proposals
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
-from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2, ragged_buckets
+from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2, ragged_bucket, ragged_buckets
 from dsde.models.passes import Pass, PassRunner, PassShape, ragged_rows
 from dsde.verification import Verdict
 from dsde.verification.kernels import Findings, Judgement, judge
@@ -358,14 +358,18 @@ class DeviceExecutor:
 
     def _rehearse_verifications(self, most: int) -> None:
         variant = _Variant(False, False, False, _longest_judged(1, in_parts=True))
+        most = min(most, MOST_GRAPH_TOKENS)
+
+        def farthest(size: int) -> int:
+            return ragged_bucket(min(size * (1 + _MOST_REHEARSED), MOST_GRAPH_TOKENS))
+
+        self._make_room(farthest(power_of_2(most)))  # or graphs would be given up on the way
         for size in sorted({power_of_2(count) for count in range(1, most + 1)}):
-            farthest = min(size * (1 + _MOST_REHEARSED), MOST_GRAPH_TOKENS)
-            for num_tokens in ragged_buckets(size // 2 + 2, farthest):
+            for num_tokens in ragged_buckets(size // 2 + 2, farthest(size)):
                 count = min(size, most, num_tokens - 1)
                 lengths = np.full(count, num_tokens // count)
                 lengths[: num_tokens % count] += 1
                 shape = self.passes.shape(ragged_rows(lengths), lengths, None, in_parts=True, variant=variant)
-                self._make_room(shape.num_rows)
                 self.passes.rehearse(shape, _more_arrays_of_graph(shape))
 
     def has_made(self, decodes: list[Sequence]) -> bool:
@@ -634,6 +638,8 @@ class DeviceExecutor:
         caught_up = flight.proposals.is_caught_up
         assert caught_up is not None
         flight.proposals, draft_s = told_proposals(self._told, flight.turn, caught_up)
+        if not flight.wish.lengths.any():  # nobody had room, and nothing but that is to be told of it
+            flight.proposals.num_passes, flight.is_padded = 0, True
         flight.drafted = flight.proposals.lengths
         flight.num_judged_rows = int(flight.drafted.sum()) + len(flight.judged)
         for i in np.flatnonzero(caught_up).tolist():

@@ -125,14 +125,14 @@ def rehearse(engine: Engine) -> None:
                 _perform(engine, script, size, params)
             if size < sizes[-1]:
                 _perform_with_company(engine, script, size)
+        if sizes and script.needs & Need.DRAFT_SIGNALS:  # or no rule is known that ends drafts
+            engine.executor.rehearse(sizes[-1])
         if engine.drafter is not None and makes_solos:
             engine.executor.makes_solos = True
             for size in (size for size in sizes if size <= MOST_ALONE):
                 for params in WAYS if size == 1 else WAYS[:1]:
                     _perform_alone(engine, script, size, params)
             engine.executor.makes_solos = False
-        if sizes and script.needs & Need.DRAFT_SIGNALS:  # or no rule is known that ends drafts
-            engine.executor.rehearse(sizes[-1])
         # Of all who run some end before others: the rest, in any number, need not draft.
         between = {bucket(count) for count in range(1, min(max(sizes, default=0), MOST_GRAPH_TOKENS) + 1)}
         for size in sorted(between.difference(sizes), reverse=True):

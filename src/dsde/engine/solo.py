@@ -193,11 +193,12 @@ class SoloSetting:
         fits = torch.zeros(len(works), dtype=torch.int32, device=self._passes.device)
         width = self._shapes[-1].table_width
 
-        def lay_out_rows() -> None:
+        def lay_out_rows(told: Told) -> None:
             lay_out(largest.arrays, state, fits, signals, told, width, self._longest)
 
-        lay_out_rows()  # of nobody, to compile it
-        program.then(self._passes.work(lay_out_rows))
+        # Of nobody, to compile it; what another step has told may not have been read yet.
+        lay_out_rows(Told.blank(MOST_ALONE, pinned=self._passes.device.type == "cuda"))
+        program.then(self._passes.work(lambda: lay_out_rows(told)))
         program.one_of([(fits[i : i + 1], work) for i, work in enumerate(works)])
         program.finish()
         self._program = program

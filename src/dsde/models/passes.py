@@ -47,7 +47,9 @@ MOST_PADDED = 16
 """passes that such a graph does for one of the right size, before that is captured: to do so takes as long as tens of
 passes, and padding up to a third of each"""
 
-_NOBODY = frozenset({"slots", "sources", "items", "modes", "judged", "places", "row_sequences", "row_drafts", "ends"})
+_NOBODY = frozenset(
+    {"slots", "sources", "items", "modes", "judged", "places", "first_places", "row_sequences", "row_drafts", "ends"}
+)
 """arrays in which -1 means that there is nothing to do"""
 
 
@@ -532,23 +534,25 @@ class PassRunner:
         with torch.cuda.stream(stream):
             # Without the collection of garbage that torch.cuda.graph() begins with: it takes longer than the capture.
             if self._pool is None:
-                self._pool, self._first_graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-                self._capture_into(self._first_graph, lambda: torch.zeros(1, device=self.device))
-            self._capture_into(graph, work)
+                pool, first = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+                _capture_into(first, pool, lambda: torch.zeros(1, device=self.device))
+                self._pool, self._first_graph = pool, first
+            _capture_into(graph, self._pool, work)
         torch.cuda.current_stream().wait_stream(stream)
         self.num_captured += 1
         return graph
 
-    def _capture_into(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object]) -> None:
-        with _no_garbage_collection():
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the first error says why
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+
+def _capture_into(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], object]) -> None:
+    with _no_garbage_collection():
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the first error says why
+                graph.capture_end()
+            raise
+        graph.capture_end()
 
 
 class _Played:

@@ -257,7 +257,7 @@ class Advisor:
     def _weigh(self, outcome: Outcome, advice: Advice, rule: StopByWorth) -> None:
         """What a draft that a rule ended would have brought, and taken, had its lengths been chosen beforehand."""
         num, drafted = outcome.num_sequences, outcome.drafted
-        is_due, signals = self.sight.count(num), outcome.draft_signals
+        is_due, signals = self.sight.count(num, outcome.is_ruled), outcome.draft_signals
         is_known = signals.shape[0] == int(drafted.sum()) and bool(np.isfinite(signals).all())
         if not (is_due and outcome.is_ruled and is_known):
             return

@@ -139,7 +139,8 @@ class Outcome(_Counted):
 
     slots: IntArray
     drafted: IntArray
-    """[batch] tokens that were drafted and verified; 0 where nothing was"""
+    """[batch] tokens that were drafted and verified; 0 where nothing was. A device that had gone on before it was asked
+    went by the plan before, and by nobody's lengths"""
     accepted: IntArray
     """[batch] drafted tokens that stood, without the bonus token"""
     klds: FloatArray

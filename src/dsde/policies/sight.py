@@ -39,9 +39,12 @@ class Sight:
         self._nums: dict[int, int] = {}
         """drafts since then, those of a try included"""
 
-    def count(self, num_sequences: int) -> bool:
-        """A draft of so many was verified. Returns whether it is to be worked out."""
+    def count(self, num_sequences: int, is_ruled: bool) -> bool:
+        """A draft of so many was verified, decided on by a rule or beforehand. Returns whether it is to be worked
+        out."""
         size = size_of_batch(num_sequences)
+        if self.is_try(num_sequences) and is_ruled == self._is_ruled.get(size, True):
+            return False  # it had been begun before there was to be a try
         num = self._nums[size] = self._nums.get(size, 0) + 1
         wait = self._waits.get(size, FIRST_TRY)
         if num >= wait + NUM_TRIES:

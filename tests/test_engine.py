@@ -432,7 +432,7 @@ def test_slots_are_reused_and_forgotten() -> None:
     engine = make_engine(TARGET, DRAFT, "dsde", max_num_seqs=4)
     prompts = random_prompts(12, 3, 20)
     outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=40))
-    assert engine._num_slots <= 4
+    assert engine._num_slots <= 2 * 4  # those that were given back in a step are for the next but one
     assert len(outputs) == 12
     engine.add([1, 2], GREEDY, "late", trace=True)
     first = (run(engine)["late"].metrics.trace or [])[0]

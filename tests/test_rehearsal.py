@@ -69,6 +69,8 @@ def num_cold(engine: Engine, count: int, params: SamplingParams) -> int:
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, UNSEEDED], ids=["greedy", "sampled", "without a seed"])
 @pytest.mark.parametrize(("draft", "policy"), [("close", "auto"), ("close", "static:4"), ("none", "off")])
 def test_texts_are_as_without(way: Way, draft: str, policy: str, params: SamplingParams) -> None:
+    if way.name == "plain" and draft != "none":
+        pytest.skip("as with graphs, and takes its time")
     if policy == "auto" and params is UNSEEDED:
         pytest.skip("without a seed a text depends on its drafts, and these on what steps took")
     fresh, rehearsed = (way.engine(draft, policy, max_num_seqs=4) for _ in range(2))
@@ -96,13 +98,13 @@ def test_nothing_else_is_left(way: Way) -> None:
     assert not foresight.is_sure_of_end(0, depth=1)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_fewer_steps_are_slow_afterwards(way: Way, count: int) -> None:
+def test_fewer_steps_are_slow_afterwards(way: Way) -> None:
     if way.name == "plain":
         pytest.skip("without graphs no pass is slower than another")
     fresh, rehearsed = (way.engine("close", "static:2", max_num_seqs=8) for _ in range(2))
     rehearse(rehearsed)
-    assert num_cold(rehearsed, count, GREEDY) < num_cold(fresh, count, GREEDY) / 2
+    for count in (1, 2, 4):
+        assert num_cold(rehearsed, count, GREEDY) < num_cold(fresh, count, GREEDY) / 2
 
 
 def test_hardly_any_step_is_slow_whatever_is_drafted(way: Way) -> None:

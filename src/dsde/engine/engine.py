@@ -148,6 +148,9 @@ class Engine:
         """whether somebody wants to see the records of everybody's steps"""
         self._records: list[StepRecord] = []
         self._free_slots: list[int] = []
+        self._freed_slots: list[int] = []
+        """since the last step was begun: policies have yet to learn of those who had them, and if somebody got one now
+        the device would wait for that"""
         self._num_slots = 0
 
     @property
@@ -193,6 +196,7 @@ class Engine:
             if self._flights:
                 # Everybody was aborted: the device must have read its inputs before they are written anew.
                 self._ground()
+            self._release_slots()
             return self._report()
         began = time.perf_counter()
         try:
@@ -277,6 +281,7 @@ class Engine:
         """schedule -> plan -> draft -> verify, of which a device may still be doing the last two."""
         times = [time.perf_counter()]
         work = self._schedule()
+        self._release_slots()
         times.append(time.perf_counter())
         # What a device has made already by the last plan need not be in vain because the next one is another.
         is_late = self.executor.has_made(work.decodes) and not work.prefills and not self.policy.rules_on()
@@ -453,7 +458,7 @@ class Engine:
         self.scheduler.finish(sequence)
         if sequence.slot >= 0:
             self.policy.forget(np.array([sequence.slot], dtype=np.int64))
-            heappush(self._free_slots, sequence.slot)
+            self._freed_slots.append(sequence.slot)
             sequence.slot = -1
         request.metrics.total_s = time.perf_counter() - request.arrived
 
@@ -465,6 +470,10 @@ class Engine:
     def _drop(self, request: Request) -> None:
         del self.requests[request.request_id]
         self._num_traced -= request.metrics.trace is not None
+
+    def _release_slots(self) -> None:
+        while self._freed_slots:
+            heappush(self._free_slots, self._freed_slots.pop())
 
     def _take_slot(self) -> int:
         if self._free_slots:

@@ -43,7 +43,7 @@ def choose(menu: Menu, cost: CostModel, batch: BatchView, outlooks: FloatArray, 
     seconds = start_s + np.add.accumulate(draft_s, axis=1) + cost.verify_s(num_base + drafted)
     rates = np.where(drafted > 0, (num_base + gains) / seconds, 0.0)
     level, last = divmod(int(rates.argmax()), menu.max_length)
-    if batch.favours_one_length and kinds.size > 1:
+    if batch.favours_one_length:
         last = int((rates[0] >= (1 - AS_GOOD) * rates[0, last]).argmax())
     lengths = np.full(kinds.size, last + 1) if one_length else menu.lengths(kinds, level, last + 1)
     return Choice(

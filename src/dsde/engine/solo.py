@@ -196,8 +196,10 @@ class SoloSetting:
         def lay_out_rows(told: Told) -> None:
             lay_out(largest.arrays, state, fits, signals, told, width, self._longest)
 
-        # Of nobody, to compile it; what another step has told may not have been read yet.
-        lay_out_rows(Told.blank(MOST_ALONE, pinned=self._passes.device.type == "cuda"))
+        # Of nobody, to compile it; what another step has told may not have been read yet. Kept, since nobody else knows
+        # when the device has written to it.
+        self._unread = Told.blank(MOST_ALONE, pinned=self._passes.device.type == "cuda")
+        lay_out_rows(self._unread)
         program.then(self._passes.work(lambda: lay_out_rows(told)))
         program.one_of([(fits[i : i + 1], work) for i, work in enumerate(works)])
         program.finish()

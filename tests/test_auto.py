@@ -607,7 +607,7 @@ def test_how_long_requests_last_is_learnt_from_those_that_ended(num_tokens: int,
         missed, emitted = np.full(8, 700 if number else 0), np.zeros(8, np.int64)
         while emitted.mean() < num_tokens:
             view = batch(8, room=1000)
-            view.num_missed, view.num_left = missed.copy(), np.full(8, 1000)
+            view.num_missed, view.num_left = missed.copy(), 1000 - emitted
             plan = policy.plan(view)
             missed = np.where(plan.lengths > 0, 0, missed + 1)
             emitted += plan.lengths + 1

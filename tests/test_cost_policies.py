@@ -1459,3 +1459,19 @@ def test_few_drafts_do_not_outweigh_what_was_known_of_a_size() -> None:
     assert curve.seconds(64) == pytest.approx(4e-3)
     curve.remember(np.array([64.0, 64.0]), np.array([1e-3, 1e-3]))
     assert curve.seconds(64) == pytest.approx(1e-3)
+
+
+def test_reading_more_than_ever_takes_no_longer_beyond_that_than_passes_do() -> None:
+    """Seen with vLLM: of a hundred tokens and of six hundred it was mostly the host's time, and as a line through both
+    four thousand seemed to take five times what they do, so that nobody ever began to draft."""
+    cost = CostModel()
+    for _ in range(4):
+        cost.observe(outcome_of([0], [2], [2], draft_s=2e-3, verify_s=5e-3))
+    for tokens, seconds in ((100, 5e-3), (650, 20e-3)):
+        for _ in range(3):
+            late = outcome_of([0], [2], [2], draft_s=2e-3 + seconds, verify_s=5e-3)
+            cost.observe(replace(late, num_catch_up_tokens=tokens))
+    measured_s, pass_s = float(cost.catch_up_s(650)), float(cost.draft_s(1))
+    assert measured_s == pytest.approx(20e-3, rel=0.1)
+    assert float(cost.catch_up_s(100)) == pytest.approx(5e-3, rel=0.2)
+    assert measured_s < float(cost.catch_up_s(4096)) <= measured_s + 1.2 * pass_s * (4096 - 650) / 256

@@ -68,3 +68,17 @@ def test_others_than_before_count_before_long() -> None:
         emitted(lifespan, [0], [count - 1])
         lifespan.forget(np.array([0]))
     assert num_left(lifespan, 1000)[0] < 100
+
+
+def test_what_a_request_may_have_no_more_it_has_had() -> None:
+    """Some engines tell of every third step only."""
+    lifespan = Lifespan()
+    for left in (100, 90, 70):
+        assert lifespan.see(np.array([3]), np.array([left])).tolist() == [left == 100]
+        lifespan.observe(Outcome(np.array([3]), np.zeros(1, int), np.zeros(1, int), np.empty(0), np.zeros(1)))
+    lifespan.forget(np.array([3]))
+    assert num_left(lifespan, 1000) == [31]
+    assert lifespan.see(np.array([3]), np.array([50])).tolist() == [True]
+    lifespan.see(np.array([3]), np.array([41]))
+    lifespan.forget(np.array([3]))
+    assert num_left(lifespan, 1000) == [20]

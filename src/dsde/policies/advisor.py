@@ -92,16 +92,21 @@ class Advisor:
         self._reach = min(FIRST_REACH, max_length)
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
+        self._last_look: Advice | None = None
         self._foregone_s = 0.0
         """that drafting would have saved since it was last believed to save nothing"""
 
     def meet(self, batch: BatchView) -> BoolArray:
         """[batch] who is new. What drafting would have saved of others is no reason to read their prompts."""
-        is_new = self.lifespan.see(batch.slots)
-        if self._foregone_s and is_new.any():
-            behind = self.cost.behind(batch.slots)
-            self._foregone_s *= 1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0)
-        return is_new
+        self._foregone_s = self._foregone_of(batch)
+        return self.lifespan.see(batch.slots, batch.num_left)
+
+    def _foregone_of(self, batch: BatchView) -> float:
+        """The share of those who are not new."""
+        if not self._foregone_s or not (is_new := self.lifespan.is_new(batch.slots)).any():
+            return self._foregone_s
+        behind = self.cost.behind(batch.slots)
+        return self._foregone_s * (1 - float(behind[is_new].sum()) / max(float(behind.sum()), 1.0))
 
     def advise(self, batch: BatchView) -> Advice:
         """On a step of such a batch, which `cost` has seen. It may begin a look: what is said is taken or dropped."""
@@ -218,8 +223,10 @@ class Advisor:
         self.acceptance.observe(outcome)
         self.lifespan.observe(outcome)
         if advice.is_probing:
-            self.probe.end(step, plain_s, outcome.is_resumed)
-            self.hope = max(LOST_HOPE * self.hope, LEAST_HOPE)  # until the next plan, if there is any
+            self.probe.end(step, plain_s, outcome.is_resumed, outcome.delay_s)
+            if advice is not self._last_look:  # one may have several drafts
+                self.hope = max(LOST_HOPE * self.hope, LEAST_HOPE)  # until the next plan, if there is any
+            self._last_look = advice
         if not advice.is_roomless:
             self.num_doubtful = self.num_doubtful + 1 if advice.is_doubtful else 0
         self._foregone_s = self._foregone_s + outcome.num_steps * advice.foregone_s if advice.foregone_s else 0.0
@@ -340,13 +347,16 @@ class Advisor:
             return np.ones(behind.size, np.bool_)
         num_behind = int(behind.sum())
         shares_s = behind * float(self.cost.catch_up_s(num_behind)) / num_behind
-        worth: BoolArray = self._saved_s(choice) * self.lifespan.num_left(batch) >= shares_s
+        saved_s = self._saved_s(choice) * self.lifespan.num_left(batch)
+        if batch.favours_one_length:  # whoever did not draft would be dearer than what is to be read
+            return np.full(behind.size, saved_s.sum() >= shares_s.sum())
+        worth: BoolArray = saved_s >= shares_s
         return worth
 
     def _missing_s(self, batch: BatchView) -> float:
         """What beginning costs beyond what drafting would have saved so far."""
         # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
-        return float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) - self._foregone_s
+        return float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) - self._foregone_of(batch)
 
     def _choose(self, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
         return choose(self._menu, self.cost, batch, outlooks, start_s)

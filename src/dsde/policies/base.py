@@ -155,6 +155,9 @@ class Outcome(_Counted):
     """seconds that drafting took, for the whole batch; 0: nobody measured, or what was measured is not typical"""
     verify_s: float = 0.0
     """seconds that the target's pass and the verdict took, likewise"""
+    delay_s: float = 0.0
+    """seconds by which the whole batch was later for it than without drafts, the host's work included, where somebody
+    measured that; it is in neither of the two above as a whole"""
     num_decoding: int = 0
     """as in the BatchView of the plan"""
     num_prompt_tokens: int = 0
@@ -174,8 +177,14 @@ class Outcome(_Counted):
     no difference do not say so"""
     is_ruled: bool = False
     """a rule was there to end its drafts, for which a device may have to wait"""
+    is_odd: bool = False
+    """its verification went another, slower way than that of drafts of one length, which are favoured: it tells nothing
+    of these, nor of the machine"""
     num_steps: int = 1
     """that it stands for, one after the other and all alike: a rest that the plan announced may be told as one"""
+    num_emitted: IntArray | None = None
+    """[batch] tokens that each got, where some ended before the last of these steps; None: all got one in each, beside
+    what stood"""
 
     @property
     def has_drafts(self) -> bool:

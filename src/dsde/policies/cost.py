@@ -41,7 +41,7 @@ NEAR = 1.5
 """times as many tokens, that tell what a step without drafts takes: batches shrink one by one"""
 SHORT_REST = 8
 """steps of a rest up to which few of them may have been measured"""
-MOST_ASIDE = 16
+MOST_ASIDE = 2 * NUM_ALIKE
 """steps that are not learnt from before it is known whether the machine has changed"""
 
 
@@ -174,13 +174,16 @@ class CostModel:
         """Of reading so many tokens before the draft can draft again; an ordinary pass over them until measured.
 
         No less than many tokens take beyond few: what was measured is what remained when a draft had been taken off at
-        a price that may have been too high.
+        a price that may have been too high. And what is more than was ever read takes no longer beyond that than such
+        passes do: of few tokens it is mostly what the host takes.
         """
         tokens = np.asarray(tokens, np.float64)
         pass_s = float(self.draft_s(1.0))
         seconds = pass_s * np.maximum(tokens / KNEE, 1.0)
         if self._catch_up.num_measured:
-            seconds = np.maximum(self._catch_up.seconds(tokens), seconds - pass_s)
+            largest = self._catch_up.largest
+            most = self._catch_up.seconds(largest) + np.maximum(tokens - largest, 0.0) * pass_s / KNEE
+            seconds = np.maximum(np.minimum(self._catch_up.seconds(tokens), most), seconds - pass_s)
         return np.where(tokens > 0, seconds, 0.0)
 
     def behind(self, slots: IntArray) -> IntArray:
@@ -261,7 +264,7 @@ class CostModel:
 
     def _follow_tempo(self, outcome: Outcome) -> None:
         # As many tokens of prompts may take longer or shorter, by what is before them.
-        if outcome.num_prompt_tokens or not outcome.verify_s > 0:
+        if outcome.num_prompt_tokens or outcome.is_odd or not outcome.verify_s > 0:
             self._tempo.pass_over()
             return
         num_verified = _num_verified(outcome)
@@ -279,7 +282,7 @@ class CostModel:
 
     def _measure(self, outcome: Outcome) -> None:
         num_passes, num_drafted = _drafting(outcome)
-        if outcome.verify_s > 0:
+        if outcome.verify_s > 0 and not outcome.is_odd:
             num_verified = _num_verified(outcome)
             is_plain = not num_passes and not outcome.num_drafted and not outcome.num_prompt_tokens
             if is_plain and self.age(num_verified) >= LONGEST_UNSEEN:
@@ -337,8 +340,9 @@ class CostModel:
             self._draft.renew(batch_size)
             for start in self._starts:
                 start.pause()
-        self._num_idle = 0
         self._draft.observe(batch_size, max(draft_s - self.start_s, draft_s / 2) / num_passes)
+        if self._draft.num_near(batch_size) >= self._num_tried:  # or else nobody believes it yet
+            self._num_idle = 0
         if is_new and self.drafting_s(num_drafted, num_passes, self._is_ruled) < least_s:
             self._draft.keep(batch_size)
 

@@ -188,6 +188,8 @@ class Curve:
     @property
     def largest(self) -> float:
         """Of those measured, as the table knows them; 0: none."""
+        if self._is_stale and self._num_seen.any():
+            self._rebuild()
         return self._largest
 
     def _typical(self, index: int) -> float:

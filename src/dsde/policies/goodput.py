@@ -61,6 +61,8 @@ class Goodput(Policy):
         self._num_accepted, self._num_tested = PRIOR_ACCEPTED, PRIOR_TESTED
         self._sequences = _Sequences(num_accepted=np.zeros(1), num_tested=np.zeros(1))
         self._probe = Probe(self.cost, max)
+        self._is_looking = False
+        """whether the newest plan was made only to see what comes of it"""
 
     @property
     def cost_models(self) -> list[CostModel]:
@@ -78,10 +80,11 @@ class Goodput(Policy):
         predicted = choice.lengths.astype(np.float64)
         lengths = np.minimum(choice.lengths, batch.rooms)
         num_resting = 0
+        self._is_looking = False
         if lengths.any():
             self._probe.pass_over()
         elif self._probe.begin(batch):
-            lengths = self._probe.lengths
+            self._is_looking, lengths = True, self._probe.lengths
         else:
             num_resting = self._probe.num_steps_left(float(self.cost.verify_s(batch.num_plain_tokens)))
         num = batch.slots.size
@@ -104,8 +107,8 @@ class Goodput(Policy):
         if not active.any():
             self._probe.save(outcome.num_steps * plain_s)
             return
-        if self._probe.is_under_way:
-            self._probe.end(step, plain_s, outcome.is_resumed)
+        if self._probe.is_under_way or self._is_looking:  # one may have several drafts
+            self._probe.end(step, plain_s, outcome.is_resumed, outcome.delay_s)
         slots, accepted = outcome.slots[active], outcome.accepted[active]
         tested = np.minimum(accepted + 1, outcome.drafted[active])
         self._num_accepted = KEPT * self._num_accepted + float(accepted.sum())

@@ -19,6 +19,8 @@ MEMORY = 16.0
 @dataclass
 class _Sequences(SlotTable):
     num_emitted: IntArray
+    most: IntArray
+    """tokens that it might have when it was first seen"""
     is_there: BoolArray
 
 
@@ -30,7 +32,9 @@ class Lifespan:
     def __init__(self) -> None:
         self._mean = np.inf
         self._num_ended = 0
-        self._sequences = _Sequences(num_emitted=np.zeros(1, np.int64), is_there=np.zeros(1, np.bool_))
+        self._sequences = _Sequences(
+            num_emitted=np.zeros(1, np.int64), most=np.zeros(1, np.int64), is_there=np.zeros(1, np.bool_)
+        )
 
     def is_new(self, slots: IntArray) -> BoolArray:
         """[slots] who has got no tokens yet."""
@@ -38,15 +42,20 @@ class Lifespan:
         is_new: BoolArray = ~self._sequences.is_there[slots]
         return is_new
 
-    def see(self, slots: IntArray) -> BoolArray:
-        """These are about to get tokens; [slots] whether for the first time."""
-        is_new = self.is_new(slots)
-        self._sequences.is_there[slots] = True
+    def see(self, slots: IntArray, num_left: IntArray | None = None) -> BoolArray:
+        """These are about to get tokens, so many more at most; [slots] whether for the first time."""
+        is_new, sequences = self.is_new(slots), self._sequences
+        sequences.is_there[slots] = True
+        if num_left is not None:
+            # What it may have no more it has had: some engines do not tell of every step.
+            sequences.most[slots] = np.where(is_new, num_left, sequences.most[slots])
+            sequences.num_emitted[slots] = sequences.most[slots] - num_left
         return is_new
 
     def observe(self, outcome: Outcome) -> None:
         self._sequences.cover(outcome.slots)
-        self._sequences.num_emitted[outcome.slots] += outcome.accepted + outcome.num_steps
+        emitted = outcome.accepted + outcome.num_steps if outcome.num_emitted is None else outcome.num_emitted
+        self._sequences.num_emitted[outcome.slots] += emitted
 
     def forget(self, slots: IntArray) -> None:
         """These have ended. A step that was under way by then may still be observed, and they forgotten once more."""

@@ -59,7 +59,7 @@ class Probe:
         """of the batch that they are for"""
         self._in_pairs = False
         """whether drafts that begin from rest are told from others, so that one look by itself says little"""
-        self._num_ended = 0
+        self._num_begun = self._num_ended = 0
         self._num_untimed = 0
         """of the newest"""
         self._tried = 0, 0
@@ -103,6 +103,7 @@ class Probe:
         self._num_open = self._num_due = 0
         if self._may_begin(batch, num_tried):
             self._num_open, self._num_due, self._due_slots = 1, int(self._in_pairs), batch.slots
+            self._num_begun += 1
             self._sequences.was_probed[batch.slots[self.lengths > 0]] = True
         return self.is_under_way
 
@@ -160,14 +161,15 @@ class Probe:
         """The next step is none: another look would not follow on the last."""
         self._num_due = 0
 
-    def end(self, step: StepCost, plain_s: float, is_resumed: bool = False) -> None:
-        """The step that was one took this, and would have taken `plain_s` without. Debts have an end: it may have been
+    def end(self, step: StepCost, plain_s: float, is_resumed: bool = False, delay_s: float = 0.0) -> None:
+        """The step that was one took this, and would have taken `plain_s` without; or everybody was later for it by
+        `delay_s`, if that is more. Debts have an end: it may have been
         held up, and nobody would look again for long. But not for ever: probes that are always dear are paid for. With
         `is_resumed` its draft began from rest, and may have taken longer than one that follows on another: from now on
         looks come in pairs.
         """
         self._in_pairs = self._in_pairs or is_resumed
-        more_s = step.draft_s + step.catch_up_s + step.verify_s - plain_s
+        more_s = max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, delay_s - step.beyond_s)
         is_timed = step.draft_s + step.catch_up_s > 0
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
         if self._num_untimed > MOST_UNTIMED:
@@ -207,7 +209,7 @@ class Probe:
         can_all = float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) <= most_s
         behind = np.where(batch.rooms > 0, self.cost.behind(batch.slots), np.iinfo(np.int64).max)
         order = np.argsort(behind, kind="stable")[: np.count_nonzero(batch.rooms)]
-        if self._num_ended % 2:  # or those who were looked at once would be looked at for ever
+        if self._num_begun % 2:  # or those who were looked at once would be looked at for ever
             was_probed = self._sequences.was_probed[batch.slots]
             if was_probed[order].all():
                 was_probed[:] = False

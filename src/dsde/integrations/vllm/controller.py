@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dsde.integrations.vllm.backlog import Backlog
 from dsde.integrations.vllm.messages import Directive, Feedback
 from dsde.integrations.vllm.meter import Meter
-from dsde.integrations.vllm.rest import LONGEST_REST, NUM_CHECKED, Rest
+from dsde.integrations.vllm.rest import LEAST_REST, LONGEST_REST, NUM_CHECKED, Rest
 from dsde.integrations.vllm.settled import Settled
 from dsde.integrations.vllm.slots import Slots
 from dsde.integrations.vllm.support import looks_ahead, pairs, takes_turns
@@ -36,6 +36,21 @@ NUM_GAPS = 31
 
 
 @dataclass(slots=True)
+class Look:
+    """Drafts that are made only to see what comes of them: of two steps in a row, since the first has to read what was
+    missed, and what a draft takes is told by the second."""
+
+    step: int
+    """the first of them"""
+    begun_at: float
+    is_whole: bool = False
+    """whether the second was decided, or will not be"""
+    told_s: float = 0.0
+    """by which steps that have been told took longer than without"""
+    has_prompts: bool = False
+
+
+@dataclass(slots=True)
 class Decision:
     """Lengths for the drafting at the end of one step."""
 
@@ -45,6 +60,7 @@ class Decision:
     lengths: IntArray
     plan: Plan | None
     """None: those of an earlier plan again"""
+    look: Look | None = None
     num_tokens: list[int] = field(default_factory=list)
     """[requests] so far; empty unless there is a trace"""
     num_catch_up_tokens: int = 0
@@ -118,9 +134,13 @@ class Controller:
         """step whose plan the policy has yet to see the outcome of"""
         self._awaited_ids: list[str] = []
         """requests of that plan"""
+        self._look: Look | None = None
+        """that the latest decision is part of"""
         self._steps: dict[int, Step | Rest] = {}
         self._latest: Decision | None = None
         self._rest: Rest | None = None
+        self._plain: tuple[int, float] = 0, 0.0
+        """number of requests in the newest rest, and what a step of it took; 0: nobody knows"""
         self._number = 0
 
     @property
@@ -133,14 +153,22 @@ class Controller:
 
     def decide(self, scheduler_output: Any, requests: Mapping[str, Any], num_waiting: int) -> Directive:
         """Lengths for the drafting at the end of the step that was just scheduled."""
+        scheduled_at = self._clock()
         self._number += 1
         self.forget(scheduler_output.finished_req_ids)
         rest = self._rest
         if rest is not None:
             if rest.covers(scheduler_output):
-                return self._go_on(rest)
+                return self._go_on(rest, scheduled_at)
+            if rest.admits(scheduler_output):
+                self._note_cached(scheduler_output)
+                self._note_skipped(scheduler_output, requests)
+                rest.take_step(scheduled_at)
+                return rest.directive
             self._end_rest(rest)
-        scheduled_at, verified = self._clock(), self._latest
+            if rest.has_changed:
+                self._latest = self._resting(rest, scheduler_output, requests)
+        verified = self._latest
         drafted = self._find_drafted(scheduler_output)
         num_tokens = int(scheduler_output.total_num_scheduled_tokens)
         num_prompt_tokens = num_tokens - len(drafted) - sum(drafted.values())
@@ -149,16 +177,18 @@ class Controller:
         if self.limits.can_skip:
             self._note_cached(scheduler_output)
             if not self._waits_for_outcome():
+                batch.num_left = self._num_left(request_ids, requests)
                 batch.num_missed = self._num_missed(request_ids, requests, scheduler_output)
-        plan, lengths = self._plan(request_ids, batch)
+        plan, lengths = self._plan(request_ids, batch, scheduled_at)
         directive = Directive(self._number)
         if self.limits.can_skip:
-            self._mind_backlog(directive, scheduler_output, requests, request_ids, lengths)
+            self._mind_backlog(directive, scheduler_output, requests, request_ids, lengths, batch.favours_one_length)
         directive.lengths = dict(zip(request_ids, lengths.tolist(), strict=True))
         directive.longest = int(lengths.max(initial=0))
         nums_tokens = [requests[name].num_tokens for name in request_ids] if self._trace is not None else []
         decision = self._latest = Decision(
-            self._number, request_ids, batch, lengths, plan, nums_tokens, directive.num_catch_up_tokens
+            *(self._number, request_ids, batch, lengths, plan, self._look, nums_tokens),
+            num_catch_up_tokens=directive.num_catch_up_tokens,
         )
         if directive.longest:
             decision.num_draft_prompt_tokens = num_prompt_tokens
@@ -185,19 +215,15 @@ class Controller:
         self, request_ids: list[str], requests: Mapping[str, Any], num_waiting: int, num_prompt_tokens: int
     ) -> BatchView:
         limits, num, latest = self.limits, len(request_ids), self._latest
-        asked = [requests[name] for name in request_ids]
         # As a rule they are those of the step before; but a name may be another request's by now.
         if latest is not None and latest.request_ids == request_ids and all(map(self.slots.__contains__, request_ids)):
             slots, temperatures = latest.batch.slots, latest.batch.temperatures
         else:
             slots = np.array([self.slots.of(name) for name in request_ids], np.int64)
-            temperatures = np.array([request.sampling_params.temperature for request in asked], np.float64)
+            temperatures = np.array([requests[name].sampling_params.temperature for name in request_ids], np.float64)
         if limits.exact_rooms:
-            ends = [
-                min(request.num_prompt_tokens + request.max_tokens, limits.max_model_len) - request.num_tokens
-                for request in asked
-            ]
-            rooms = np.clip(np.array(ends, np.int64) - limits.num_in_flight - 1, 0, limits.max_length)
+            num_left = self._num_left(request_ids, requests)
+            rooms = np.clip(num_left - limits.num_in_flight - 1, 0, limits.max_length)
         else:
             rooms = np.full(num, limits.max_length, np.int64)
         return BatchView(
@@ -211,6 +237,12 @@ class Controller:
             pace=_no_pace(num) if self._wants_pace else None,
             favours_one_length=2 * num <= limits.num_graph_tokens,
         )
+
+    def _num_left(self, request_ids: list[str], requests: Mapping[str, Any]) -> IntArray:
+        """Tokens that each may have yet."""
+        most, asked = self.limits.max_model_len, [requests[name] for name in request_ids]
+        ends = [min(request.num_prompt_tokens + request.max_tokens, most) - request.num_tokens for request in asked]
+        return np.array(ends, np.int64)
 
     def _note_cached(self, scheduler_output: Any) -> None:
         """A request that begins within the prefix cache may begin on blocks that the draft never read."""
@@ -234,23 +266,39 @@ class Controller:
         all gone nobody learns anything any more."""
         return self._awaited is not None and any(map(self.slots.__contains__, self._awaited_ids))
 
-    def _plan(self, request_ids: list[str], batch: BatchView) -> tuple[Plan | None, IntArray]:
+    def _plan(self, request_ids: list[str], batch: BatchView, now: float) -> tuple[Plan | None, IntArray]:
+        look, self._look = self._look, None
         if not request_ids:
             return None, np.empty(0, np.int64)
         if self._waits_for_outcome():
+            if look is not None and not look.is_whole and (again := self._look_again(request_ids, batch)).any():
+                self._look, look.is_whole, self._awaited = look, True, self._number
+                return None, again
             return None, self._settled.repeat(request_ids, batch.rooms)
+        # All that was seen is in it, and it is thought of once: whatever is thought of, vLLM waits.
+        self.policy.settle(batch)
         plan = self.policy.plan(batch)
         lengths = np.clip(plan.lengths, 0, batch.rooms)
         if plan.stop is not None and self._obeys_prediction:
             lengths = np.minimum(lengths, plan.predicted.astype(np.int64))
         if self._takes_turns:
             self._awaited, self._awaited_ids = self._number, request_ids
-            if plan.predicted.any() or not lengths.any():  # otherwise it is a look, however often it comes
+            if lengths.any() and not plan.predicted.any():
+                self._look = Look(self._number, now)
+            else:
                 # Who says where drafts are to stop has decided that there will be some.
                 decides = plan.stop is not None and self._obeys_prediction and bool(lengths.any())
                 is_sure = plan.num_resting > 0 or decides
                 self._settled.follow(request_ids, lengths, is_sure)
         return plan, lengths
+
+    def _look_again(self, request_ids: list[str], batch: BatchView) -> IntArray:
+        """Lengths as in the step before, if the same requests are there."""
+        latest = self._latest
+        assert latest is not None
+        if latest.request_ids != request_ids:
+            return np.zeros(len(request_ids), np.int64)
+        return np.minimum(latest.lengths, batch.rooms)
 
     def _mind_backlog(
         self,
@@ -259,6 +307,7 @@ class Controller:
         requests: Mapping[str, Any],
         request_ids: list[str],
         lengths: IntArray,
+        favours_one_length: bool,
     ) -> None:
         """Catch up where somebody drafts; where nobody does, note what the draft will have missed. Lowers `lengths`."""
         backlog, scheduled = self.backlog, scheduler_output.num_scheduled_tokens
@@ -271,19 +320,25 @@ class Controller:
             directive.catch_up, waiting = backlog.catch_up(wanting)
             if waiting:
                 lengths[[name in waiting for name in request_ids]] = 0
-        if lengths.any():
-            return
-        for name, num_scheduled in scheduled.items():
-            if name not in backlog:
+                if favours_one_length and 2 * len(waiting) > np.count_nonzero(lengths):
+                    lengths[:] = 0  # until most have caught up: drafts of few are verified more slowly than none
+        if not lengths.any():
+            self._note_skipped(scheduler_output, requests)
+
+    def _note_skipped(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
+        """Nobody drafts at the end of this step, and the draft reads nothing."""
+        for name, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            # One that was preempted is read once more, and so is what the draft had read of it.
+            if num_scheduled > 1 or name not in self.backlog:
                 request = requests[name]
                 first = min(request.num_computed_tokens - num_scheduled, request.num_tokens - 1)
-                backlog.skip(name, max(first, 0))
+                self.backlog.skip(name, max(first, 0))
 
     # While nobody drafts
 
     def _begin_rest(self, decision: Decision, plan: Plan, lengths: dict[str, int]) -> None:
         """As long as the policy says; or else until it has seen what came of a plan, if steps until then repeat it."""
-        num_left = plan.num_resting
+        num_left = max(plan.num_resting, LEAST_REST) if plan.num_resting else 0
         is_check = self._obeys_prediction and self._settled.is_on and not plan.lengths.any()
         if is_check or (self._takes_turns and not self._settled.is_on):
             # When it ends, the newest of its steps have not been reported yet. Whoever is told of it as a whole is to
@@ -293,13 +348,23 @@ class Controller:
         if num_left > 0 and decision.request_ids and self.limits.can_skip and self._trace is None:
             # Who pairs outcomes with plans hears nothing of the step behind the rest, which is like the others.
             is_one = plan.num_resting > 0 or self._pairs
-            self._rest = Rest(decision.batch, lengths, min(num_left, LONGEST_REST), is_one, num_untold=int(self._pairs))
+            self._rest = Rest(
+                *(decision.batch, lengths, min(num_left, LONGEST_REST), is_one),
+                num_untold=int(self._pairs),
+                is_open=plan.num_resting > 0,
+            )
 
-    def _go_on(self, rest: Rest) -> Directive:
+    def _resting(self, rest: Rest, scheduler_output: Any, requests: Mapping[str, Any]) -> Decision:
+        """What was decided for those who were in its newest step and go on: nobody drafts."""
+        present = rest.scheduled.keys() & scheduler_output.num_scheduled_tokens.keys()
+        request_ids = [name for name in rest.scheduled if name in present and not requests[name].is_prefill_chunk]
+        batch = self._view(request_ids, requests, 0, 0)
+        return Decision(self._number - 1, request_ids, batch, np.zeros(len(request_ids), np.int64), None)
+
+    def _go_on(self, rest: Rest, now: float) -> Directive:
         """For most steps of a rest this is all that is done: not even their reports are heard of."""
-        if not rest.num_steps:
-            rest.begun_at = self._clock()
-        if not rest.take_step():
+        rest.take_step(now)
+        if not rest.is_timed:
             return rest.directive
         self._steps[self._number] = rest
         return Directive(self._number, rest.directive.lengths)
@@ -308,14 +373,16 @@ class Controller:
         """Tell the policy of all its steps. Some may still be under way, but nothing new will come of them."""
         self._rest = None
         if not rest.num_steps:
+            self._release(rest.retired)
             return
         self._awaited = None
         self._reported_at = self._clock()  # most of its reports were not heard of
         # Steps are scheduled as often as they end.
-        self.meter.count_rest(len(rest.scheduled), rest.num_steps, self._reported_at - rest.begun_at)
+        self.meter.count_rest(rest.num_lengths, rest.num_steps, self._reported_at - rest.begun_at)
+        self._plain = (len(rest.scheduled), rest.step_s) if rest.is_plain else (0, 0.0)
         for outcome in rest.outcomes():
             self.policy.observe(outcome)
-        self.policy.settle()
+        self._release(rest.retired)
 
     def _note_rest(self, rest: Rest, feedback: Feedback | None) -> None:
         """Another of its steps is over."""
@@ -344,13 +411,36 @@ class Controller:
         rows = [row for row, name in enumerate(verified.request_ids) if name in step.drafted and name in self.slots]
         if not rows:
             return
+        look = verified.look
+        is_told = is_answer or look is not None or not self._pairs
+        if not is_told and self._trace is None:
+            names = [verified.request_ids[row] for row in rows] if sampled else []
+            num_drafted = sum(step.drafted[name] for name in names)
+            num_accepted = sum(min(max(sampled.get(name, 1) - 1, 0), step.drafted[name]) for name in names)
+            self.meter.count_drafts(num_drafted, num_accepted, verified.draft_s, verify_s)
+            return
         outcome = self._outcome(step, verified, rows, sampled, feedback, verify_s)
         self.meter.count_outcome(outcome)
         if self._trace is not None:
             self._trace.write(number, step.num_tokens, verified, rows, outcome)
-        if not self._pairs or is_answer:
+        if look is not None:
+            self._note_look(look, step, outcome, is_answer)
+        if is_told:
             self.policy.observe(outcome)
-            self.policy.settle()
+
+    def _note_look(self, look: Look, step: Step, outcome: Outcome, is_over: bool) -> None:
+        """Say by how much everybody is later for it, when it is over: what the device did for it is not all of that
+        where a step without drafts is the host's work."""
+        num_requests, plain_s = self._plain
+        look.has_prompts = look.has_prompts or bool(step.num_prompt_tokens or outcome.num_draft_prompt_tokens)
+        if look.has_prompts or not plain_s or num_requests != outcome.num_sequences:
+            return
+        if is_over:
+            num_steps = self._number - look.step + 1
+            delay_s = self._clock() - look.begun_at - num_steps * plain_s - look.told_s
+            outcome.delay_s = max(delay_s, 0.0)
+        else:
+            look.told_s += max(outcome.draft_s + outcome.verify_s - plain_s, 0.0)
 
     def _share_time(self, step: Step, feedback: Feedback) -> float:
         """Note what the drafting at the end of a step took; what the rest of it did.
@@ -403,6 +493,11 @@ class Controller:
             num_draft_passes=int(verified.lengths.max(initial=0)),
             num_catch_up_tokens=verified.num_catch_up_tokens,
             num_draft_prompt_tokens=verified.num_draft_prompt_tokens,
+            # Looks at few, that is: others are as they were chosen, or as the draft found them.
+            is_odd=verified.look is not None
+            and self.limits.can_skip
+            and verified.batch.favours_one_length
+            and len(set(step.drafted.values())) > 1,
         )
         needs = self.policy.needs
         if needs & (Need.KLD | Need.DRAFT_SIGNALS | Need.TOKEN_PROB):
@@ -419,14 +514,23 @@ class Controller:
         """These requests have ended."""
         if not request_ids:
             return
-        if self._rest is not None:
-            self._end_rest(self._rest)
         for name in request_ids:
             self.backlog.forget(name)
             self._settled.lengths.pop(name, None)
-        freed = self.slots.release(request_ids)
-        if freed.size:
-            self.policy.forget(freed)
+        retired, rest = self.slots.retire(request_ids), self._rest
+        if rest is None:
+            self._release(retired)
+            return
+        # While the others rest on the policy need not hear of it.
+        rest.retired.update(dict.fromkeys(retired, rest.num_steps))
+        if rest.scheduled.keys() <= set(request_ids):
+            self._end_rest(rest)
+
+    def _release(self, retired: Collection[int]) -> None:
+        """Nothing more will be told of the requests that had these slots."""
+        if retired:
+            self.slots.free(retired)
+            self.policy.forget(np.array(list(retired), np.int64))
 
 
 def _arrange(feedback: Feedback, names: list[str], drafted: IntArray) -> NDArray[np.float64]:

@@ -61,18 +61,23 @@ class Meter:
             self["num_lowered"] += plan.num_lowered
             self["cap"] = np.nan if plan.cap is None else plan.cap
 
-    def count_rest(self, num_requests: int, num_steps: int, seconds: float) -> None:
-        """Steps in which it was clear beforehand that nobody drafts, all at once: there are up to 64."""
+    def count_rest(self, num_lengths: int, num_steps: int, seconds: float) -> None:
+        """Steps in which it was clear beforehand that nobody drafts, all at once, and so many lengths of 0 in them."""
         self["num_steps"] += num_steps
         self["num_off_steps"] += num_steps
         self["verify_s"] += seconds
-        self._numbers[len(FIELDS)] += num_steps * num_requests
+        self._numbers[len(FIELDS)] += num_lengths
+
+    def count_drafts(self, num_drafted: int, num_accepted: int, draft_s: float, verify_s: float) -> None:
+        """What became of the drafts of a step."""
+        self["num_draft_tokens"] += num_drafted
+        self["num_accepted_tokens"] += num_accepted
+        self["draft_s"] += draft_s
+        self["verify_s"] += verify_s
 
     def count_outcome(self, outcome: Outcome) -> None:
-        self["num_draft_tokens"] += float(outcome.drafted.sum())
-        self["num_accepted_tokens"] += float(outcome.accepted.sum())
-        self["draft_s"] += outcome.draft_s
-        self["verify_s"] += outcome.verify_s
+        drafted, accepted = int(outcome.drafted.sum()), int(outcome.accepted.sum())
+        self.count_drafts(drafted, accepted, outcome.draft_s, outcome.verify_s)
         if outcome.klds.size:
             self["mean_kld"] = float(outcome.klds.mean())
 

@@ -21,8 +21,6 @@ from dsde.integrations.vllm.trace import TraceWriter
 
 CONTROLLER = "dsde_controller"
 METRICS_FOLDER = "DSDE_METRICS_DIR"
-MOST_CATCH_UP_TOKENS = 2048
-"""that the draft reads in one step: those who need not catch up wait for it, too"""
 
 
 def steer(scheduler: Any, settings: Settings) -> Controller:
@@ -38,7 +36,8 @@ def steer(scheduler: Any, settings: Settings) -> Controller:
         num_in_flight=2 if is_async else 1,
         exact_rooms=not has_graphs,
         can_skip=speculative.method == "draft_model",
-        catch_up_budget=min(MOST_CATCH_UP_TOKENS, config.scheduler_config.max_num_batched_tokens),
+        # As much as the target may read in one, which takes longer: who need not catch up waits for it.
+        catch_up_budget=config.scheduler_config.max_num_batched_tokens,
         num_graph_tokens=_num_graph_tokens(config) if has_graphs and settings.graphs else 0,
     )
     # With a table vLLM does not pad a lone token with drafts that nobody made. The table itself is never used.

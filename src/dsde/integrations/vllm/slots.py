@@ -5,14 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
 
 class Slots:
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
+        self._num_made = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -23,13 +21,18 @@ class Slots:
     def of(self, request_id: str) -> int:
         slot = self._slots.get(request_id)
         if slot is None:
-            slot = heapq.heappop(self._free) if self._free else len(self._slots)
-            self._slots[request_id] = slot
+            if not self._free:
+                self._free.append(self._num_made)
+                self._num_made += 1
+            slot = self._slots[request_id] = heapq.heappop(self._free)
         return slot
 
-    def release(self, request_ids: Iterable[str]) -> NDArray[np.int64]:
-        """The slots of these requests, free from now on; who has none is passed over."""
-        freed = [slot for name in request_ids if (slot := self._slots.pop(name, None)) is not None]
-        for slot in freed:
+    def retire(self, request_ids: Iterable[str]) -> list[int]:
+        """The slots of these requests, which have none from now on; to be freed when nothing is told of them any more.
+        Who has none is passed over."""
+        return [slot for name in request_ids if (slot := self._slots.pop(name, None)) is not None]
+
+    def free(self, slots: Iterable[int]) -> None:
+        """They may be given to others."""
+        for slot in slots:
             heapq.heappush(self._free, slot)
-        return np.array(freed, np.int64)

@@ -176,6 +176,7 @@ class Engine:
         gaps = [after - before for before, after in itertools.pairwise(ends)]
         # More than a few in a step: Python's stack grows and shrinks in it, which src/dsde/core/call_room.py avoids.
         found["page_faults_per_step"] = num_faults / max(len(gaps), 1)
+        found["steps_ms"] = [round(1e3 * gap, 2) for gap in gaps]
         return found | {"median_step_s": statistics.median(gaps) if gaps else 0.0}
 
     def _find_begun(self) -> tuple[float, int] | None:

@@ -2,12 +2,16 @@
 
     python benchmarks/vllm_virtual.py [--pair 8b|qwen] [--acceptance 0.8] [--seeds 6] [--noise 0.05] [--slow-start 1.5]
         [--slow-return 1.5] [--slow-times 1.4]
+    python benchmarks/vllm_virtual.py --come-and-go [--pair 8b|qwen] [--acceptance 0.8]
 
 The plugin's controller and policies run as they are, beside a scheduler like vLLM's asynchronous one: one step more is
 scheduled before the last is reported, prompts are read up to 8192 tokens a step, finished requests leave when they are
 done. What a step takes is made up, close to what was seen on one H200 with vLLM 0.26.0, with noise; whether a token
 stands is tossed. Batches, tokens and rounds are those of vllm_plugin.py, whose figures this explains and does not
 replace: all that is true here is what the decisions are worth if costs are such. Needs neither a GPU nor vLLM.
+
+With `--come-and-go` as many requests are there all the time, whoever ends is followed by another, and beside tokens/s
+it is printed how long the plugin itself thinks in a step, on this machine's clock.
 
 Printed are tokens/s of no speculation, of the plugin's best fixed length and of `auto`, the mean over rounds and seeds,
 and the two ratios with their 95 % intervals over seeds.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,16 +36,20 @@ from dsde.policies.verifications import size_of_batch
 from intervals import half_width
 
 TOKENS = {1: 192, 8: 128, 64: 96, 256: 64}
-"""that each request generates in a long round beyond a short one, by batch"""
-SHORT_TOKENS = 8
+"""that each request generates, by batch"""
 PROMPT_TOKENS = 64
 BATCHED_TOKENS = 8192
 GRAPH_TOKENS = 512
 NUM_IN_FLIGHT = 2
+MEAN_TOKENS = 100
+NUM_STEPS = 800
+"""of requests that come and go: tokens of each, and steps to learn from, after which twice as many count"""
 NUM_SLOW = 3
 """first steps without drafts of a size of batch, with a slow start, or behind drafts, with a slow return"""
 
 
+NUM_LATE = 512
+"""tokens from which on reading what was missed takes its longest, beside what they take themselves"""
 SLOW_TIME_S = 2.0
 """seconds that a slow time lasts, and a fast one, on average"""
 
@@ -61,6 +70,8 @@ class Costs(NamedTuple):
     """of a draft pass: once, and a sequence"""
     catch_up: tuple[float, float]
     """of reading what the draft missed: once, and a token"""
+    resume: float
+    """by which everything is later if a draft follows on steps without any, beside what is measured of it"""
 
 
 PAIRS = {
@@ -72,6 +83,7 @@ PAIRS = {
         start=0.2,
         draft=(1.14, 0.0085),
         catch_up=(3.0, 0.0035),
+        resume=5.0,
     ),
     "qwen": Costs(
         verify=([1, 8, 64, 128, 192, 256, 512, 768, 1024], [1.93, 2.2, 3.9, 4.6, 5.3, 5.9, 8.5, 12.0, 15.0]),
@@ -81,6 +93,7 @@ PAIRS = {
         start=0.9,
         draft=(0.7, 0.004),
         catch_up=(3.0, 0.002),
+        resume=12.0,
     ),
 }
 
@@ -132,6 +145,7 @@ class VirtualVLLM:
             num_in_flight=1 if is_plain else NUM_IN_FLIGHT,
             exact_rooms=is_plain,
             can_skip=True,
+            catch_up_budget=BATCHED_TOKENS,
             num_graph_tokens=0 if is_plain else GRAPH_TOKENS,
         )
         self.controller = Controller(make_supported(policy, "draft_model"), limits, clock=lambda: self.now)
@@ -142,8 +156,13 @@ class VirtualVLLM:
         """as `now` would be without slow times"""
         self._num_returned = NUM_SLOW
         """steps without drafts since one that verified some"""
+        self._was_drafting = False
+        self.begun: tuple[float, int] | None = None
+        """seconds until all requests had their first token, and how many tokens there were by then"""
         self._nums_plain: Counter[int] = Counter()
         """steps without drafts so far, by size of batch"""
+        self.num_emitted = 0
+        """tokens so far"""
         self.num_caught_up = 0
         """tokens that the draft has read late so far"""
         self._rng = np.random.default_rng(seed)
@@ -154,18 +173,41 @@ class VirtualVLLM:
 
     def generate(self, batch: int, num_tokens: int) -> float:
         """Seconds that so many requests take, of so many tokens each, as they would without slow times: how many of
-        these there were is luck, and what is decided in them is not."""
+        these there were is luck, and what is decided in them is not. `begun` says when all had a first token."""
         names = [f"r{self._count + number}" for number in range(batch)]
         self._count += batch
         self._requests = {name: Request(num_tokens) for name in names}
-        waiting, begin = deque(names), self._fast_now
+        waiting, begin, self.begun = deque(names), self._fast_now, None
         under_way: deque[tuple[Any, Directive]] = deque()
         while waiting or under_way or self._running:
             if waiting or self._running:
                 under_way.append(self._schedule(waiting))
             if len(under_way) >= self.controller.limits.num_in_flight or not (waiting or self._running):
                 self._run(*under_way.popleft())
+            counts = [one.num_tokens - PROMPT_TOKENS for one in self._requests.values()] if self.begun is None else [0]
+            if all(counts):
+                self.begun = self._fast_now - begin, sum(counts)
         return self._fast_now - begin
+
+    def serve(self, batch: int, num_tokens: int, num_steps: int) -> float:
+        """Tokens/s while so many requests are there all the time, of that many tokens on average: whoever ends is
+        followed by another. As they would without slow times."""
+        self._requests, waiting = {}, deque[str]()
+        under_way: deque[tuple[Any, Directive]] = deque()
+        begin, num_before = self._fast_now, self.num_emitted
+        for _ in range(num_steps):
+            self._requests = {name: one for name, one in self._requests.items() if not one.is_done}
+            while len(self._requests) < batch:
+                name, self._count = f"r{self._count}", self._count + 1
+                self._requests[name] = Request(1 + int(self._rng.exponential(num_tokens)))
+                waiting.append(name)
+            under_way.append(self._schedule(waiting))
+            if len(under_way) >= self.controller.limits.num_in_flight:
+                self._run(*under_way.popleft())
+        while under_way:
+            self._run(*under_way.popleft())
+        self._finished |= self._requests.keys()
+        return (self.num_emitted - num_before) / (self._fast_now - begin)
 
     @property
     def _running(self) -> list[str]:
@@ -187,6 +229,7 @@ class VirtualVLLM:
             total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_new_reqs=new,
             finished_req_ids=self._finished,
+            requests={name: self._requests[name] for name in scheduled},
         )
         self._finished = set()
         directive = self.controller.decide(output, self._requests, len(waiting))
@@ -197,12 +240,16 @@ class VirtualVLLM:
         """The device gets to a step; then its report comes."""
         self._turn()
         verify_s, draft_s = self._noisy(self._verify_ms(output)), self._noisy(self._draft_ms(output, directive))
-        self.now += verify_s + draft_s
-        self._fast_now += (verify_s + draft_s) / (self._slow_times if self._is_slow else 1.0)
+        is_drafting = draft_s > 0
+        resume_s = self._noisy(self.costs.resume) if is_drafting and not self._was_drafting else 0.0
+        self._was_drafting = is_drafting
+        step_s = verify_s + draft_s + resume_s
+        self.now += step_s
+        self._fast_now += step_s / (self._slow_times if self._is_slow else 1.0)
         self.num_caught_up += directive.num_catch_up_tokens
         sampled = {}
         for name in output.num_scheduled_tokens:
-            request, length = self._requests[name], len(output.scheduled_spec_decode_tokens.get(name, ()))
+            request, length = output.requests[name], len(output.scheduled_spec_decode_tokens.get(name, ()))
             stands = self._rng.random(length) < self.acceptance
             num_accepted = length if stands.all() else int(stands.argmin())
             sampled[name] = num_accepted + 1
@@ -210,6 +257,7 @@ class VirtualVLLM:
                 continue  # it ended while this step was under way
             request.num_computed_tokens -= length - num_accepted
             request.all_token_ids += [0] * (num_accepted + 1)
+            self.num_emitted += num_accepted + 1
             if request.is_done:
                 self._finished.add(name)
         feedback = Feedback(verify_s, draft_s, verify_s + draft_s) if directive.is_timed else None
@@ -228,7 +276,7 @@ class VirtualVLLM:
     def _verify_ms(self, output: Any) -> float:
         costs, num_tokens = self.costs, output.total_num_scheduled_tokens
         if output.scheduled_new_reqs:
-            return costs.prompt[0] + costs.prompt[1] * num_tokens
+            return max(costs.prompt[0] + costs.prompt[1] * num_tokens, costs.ragged)
         num_seqs = len(output.num_scheduled_tokens)
         milliseconds = float(np.interp(num_tokens, *costs.verify) + np.interp(num_seqs, *costs.context))
         if num_tokens == num_seqs:
@@ -247,18 +295,54 @@ class VirtualVLLM:
             return 0.0
         num_prompt = PROMPT_TOKENS * len(output.scheduled_new_reqs)
         pass_ms = costs.draft[0] + costs.draft[1] * sum(length > 0 for length in lengths)
-        late_ms = costs.catch_up[0] + costs.catch_up[1] * num_late if num_late else 0.0
+        # Pieces of few tokens take the host as long as the device takes for many.
+        slow_ms = min(num_late / NUM_LATE, 1.0) * costs.resume
+        late_ms = costs.catch_up[0] + costs.catch_up[1] * num_late + slow_ms if num_late else 0.0
         return costs.start + num_passes * pass_ms + costs.catch_up[1] * num_prompt + late_ms
 
 
 def tokens_per_s(engine: VirtualVLLM, batch: int, num_rounds: int) -> float:
-    """The mean of some rounds, after one that does not count."""
-    num_tokens, found = TOKENS[batch], []
-    engine.generate(batch, num_tokens + SHORT_TOKENS)
+    """The mean of some rounds, from the first token of the last request on, after one that does not count."""
+    engine.generate(batch, TOKENS[batch])
+    found = []
     for _ in range(num_rounds):
-        long_s = engine.generate(batch, num_tokens + SHORT_TOKENS)
-        found.append(batch * num_tokens / (long_s - engine.generate(batch, SHORT_TOKENS)))
+        seconds = engine.generate(batch, TOKENS[batch])
+        assert engine.begun is not None
+        begun_s, num_before = engine.begun
+        found.append((batch * TOKENS[batch] - num_before) / (seconds - begun_s))
     return statistics.mean(found)
+
+
+def time_calls(controller: Controller) -> list[float]:
+    """From now on, the seconds of all that the plugin does beside the scheduler."""
+    spent: list[float] = []
+    for name in ("decide", "observe", "forget"):
+        function = getattr(controller, name)
+
+        def timed(*args: Any, function: Any = function) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                spent.append(time.perf_counter() - begin)
+
+        setattr(controller, name, timed)
+    return spent
+
+
+def come_and_go(options: argparse.Namespace) -> None:
+    policies = ("off", "static:1", "static:2", "static:3", "auto")
+    print(f"{'batch':>5}" + "".join(f"{policy:>24}" for policy in policies))
+    for batch in options.batches:
+        cells, off = [], 0.0
+        for policy in policies:
+            engine = VirtualVLLM(policy, PAIRS[options.pair], options.acceptance, options.noise)
+            engine.serve(batch, MEAN_TOKENS, NUM_STEPS)
+            spent = time_calls(engine.controller)
+            speed = engine.serve(batch, MEAN_TOKENS, 2 * NUM_STEPS)
+            off = off or speed
+            cells.append(f"{speed:.0f} {speed / off:.2f}x {1e6 * sum(spent) / (2 * NUM_STEPS):.0f} us")
+        print(f"{batch:5}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
 
 
 def main() -> None:
@@ -272,7 +356,11 @@ def main() -> None:
     parser.add_argument("--slow-start", type=float, default=1.0, help="times as long as others, the first steps")
     parser.add_argument("--slow-return", type=float, default=1.0, help="likewise the first without drafts behind some")
     parser.add_argument("--slow-times", type=float, default=1.0, help="likewise everything, half of the time")
+    parser.add_argument("--come-and-go", action="store_true", help="whoever ends is followed by another")
     options = parser.parse_args()
+    if options.come_and_go:
+        come_and_go(options)
+        return
     fixed = [f"static:{length}" for length in range(1, 5)]
     speeds: dict[str, list[dict[int, float]]] = {}
     for policy in ("off", *fixed, "auto"):

@@ -575,6 +575,32 @@ def test_what_drafts_would_have_saved_of_others_is_no_reason_to_read_prompts(has
     assert (num_steps_until_it_begins() > alone / 2) == has_prompts
 
 
+@pytest.mark.parametrize(("num_left", "at_once"), [(400, True), (30, False), (None, False)])
+def test_it_begins_at_once_where_that_clearly_pays_before_requests_end(num_left: int | None, at_once: bool) -> None:
+    """Not where nobody knows when they will."""
+    cost = Known(MEMORY_BOUND)
+    cost.catch_up_s = lambda tokens: 1e-5 * np.asarray(tokens, np.float64)  # type: ignore[method-assign]
+    policy, view = Auto(cost=cost), batch(8)
+    view.num_missed, view.num_left = np.full(8, 1000), None if num_left is None else np.full(8, num_left)
+    assert (policy.plan(view).stop is not None) == at_once
+
+
+@pytest.mark.parametrize(("resume_s", "num_left", "pauses"), [(0.0, 20, True), (5e-3, 20, False), (5e-3, 100, True)])
+def test_it_does_not_pause_to_measure_where_beginning_again_takes_long(
+    resume_s: float, num_left: int, pauses: bool
+) -> None:
+    """Just before requests end, that is."""
+    cost = Known(MEMORY_BOUND)
+    cost._resumes_s.append(resume_s)
+    advisor, view = Auto(cost=cost).advisor, batch(8)
+    view.num_left = np.full(8, num_left)
+    advisor.is_drafting = True
+    advisor.recheck.is_due = lambda num_sequences: True  # type: ignore[method-assign]
+    cost.can_rest = lambda batch: True  # type: ignore[method-assign]
+    choice = Choice(np.ones(8, np.int64), rate=1100.0, seconds=0.01, rate_off=1000.0)
+    assert advisor._is_blind(view, choice) == pauses
+
+
 @pytest.mark.parametrize(("num_tokens", "pays"), [(20, False), (400, True)])
 def test_a_prompt_is_read_where_drafts_will_have_paid_for_it(num_tokens: int, pays: bool) -> None:
     """Whoever is drafting when short answers to long prompts come reads none of them, and learns that of the first."""

@@ -1475,3 +1475,56 @@ def test_reading_more_than_ever_takes_no_longer_beyond_that_than_passes_do() -> 
     assert measured_s == pytest.approx(20e-3, rel=0.1)
     assert float(cost.catch_up_s(100)) == pytest.approx(5e-3, rel=0.2)
     assert measured_s < float(cost.catch_up_s(4096)) <= measured_s + 1.2 * pass_s * (4096 - 650) / 256
+
+
+def test_many_do_not_take_anything_for_what_one_and_two_took() -> None:
+    """Two measurements that differ by chance are no line to sixty-four sequences."""
+    cost = CostModel(num_tried=2, is_flat_below=True)
+    for _ in range(3):
+        cost.observe(outcome_of([0], [1], [1], 1.1e-3, 4e-3))
+        cost.observe(outcome_of([0, 1], [1, 1], [1, 1], 1.15e-3, 4e-3))
+    assert cost.draft_s([1, 2, 64]).tolist() == pytest.approx([1.1e-3, 1.15e-3, 1.15e-3])
+
+
+def test_many_take_longer_than_few_where_that_is_certain() -> None:
+    cost = CostModel(num_tried=2, is_flat_below=True)
+    for _ in range(40):
+        cost.observe(outcome_of(list(range(8)), [1] * 8, [1] * 8, 1e-3, 4e-3))
+        cost.observe(outcome_of(list(range(16)), [1] * 16, [1] * 16, 2e-3, 4e-3))
+    assert 7e-3 < float(cost.draft_s(64)) <= 8.1e-3
+
+
+def test_beginning_again_takes_what_it_was_seen_to_delay() -> None:
+    """Beyond what the draft and the verification took longer, which is counted by itself."""
+    cost = CostModel(num_tried=2)
+    for _ in range(4):
+        cost.observe(outcome_of([0, 1], [0, 0], [0, 0], verify_s=4e-3))
+    assert cost.resume_s == 0
+    for delay_s in (9e-3, 0.0, 10e-3, 200e-3):
+        cost.observe(replace(outcome_of([0, 1], [1, 1], [1, 1], 1e-3, 5e-3), delay_s=delay_s))
+    assert cost.resume_s == pytest.approx(8e-3)
+    assert cost.begin_s(np.array([0, 1])) == pytest.approx(8e-3)  # nothing to read
+    cost.observe(replace(outcome_of([0, 1], [0, 0], [0, 0], verify_s=4e-3), num_steps=100))
+    assert cost.begin_s(np.array([0, 1])) == pytest.approx(8e-3 + float(cost.catch_up_s(200)))
+
+
+def test_drafts_of_one_length_ask_for_another() -> None:
+    cost = CostModel(num_tried=2)
+    for number in range(24):
+        length = 2 if cost.needs_another_length else 1
+        cost.observe(outcome_of([0, 1], [length] * 2, [length] * 2, 0.4e-3 + length * 0.6e-3, 4e-3))
+        assert length == 1 or number >= 8
+    assert not cost.needs_another_length
+    assert cost.start_of(False) == pytest.approx(0.4e-3)
+
+
+def test_a_draft_that_cannot_pay_is_not_tried_on_credit() -> None:
+    """It takes longer than a token of everybody is worth if all of them stand."""
+    for draft_s, is_tried in ((9e-3, True), (11e-3, False)):
+        probe = Probe(CostModel(num_tried=2, is_flat_below=True), 4)
+        slots = list(range(8))
+        for _ in range(4):
+            probe.cost.observe(outcome_of(slots, [0] * 8, [0] * 8, verify_s=0.01))
+        for _ in range(2):
+            probe.cost.observe(outcome_of(slots, [3] * 8, [0] * 8, 3 * draft_s, 0.012))
+        assert probe.is_on_credit(batch_of(slots), num_tried=2) == is_tried

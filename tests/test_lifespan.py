@@ -82,3 +82,36 @@ def test_what_a_request_may_have_no_more_it_has_had() -> None:
     lifespan.see(np.array([3]), np.array([41]))
     lifespan.forget(np.array([3]))
     assert num_left(lifespan, 1000) == [20]
+
+
+def num_coming(lifespan: Lifespan, ages: list[int], left: int = 100) -> float:
+    """A request's tokens, and those of whoever comes after it, where requests that have ended had a hundred each."""
+    lifespan.see(np.array([99]), np.array([100]))
+    lifespan.see(np.array([99]), np.array([0]))
+    lifespan.forget(np.array([99]))
+    slots, count = np.arange(len(ages)), len(ages)
+    lifespan.see(slots, np.full(count, 1000))
+    lifespan.see(slots, 1000 - np.array(ages))
+    batch = BatchView(slots, np.full(count, 3), np.zeros(count), count, num_left=np.full(count, left))
+    return float(lifespan.num_coming(batch)[0])
+
+
+def test_where_requests_come_one_by_one_others_follow() -> None:
+    assert num_coming(Lifespan(), list(range(0, 96, 4))) > 300
+
+
+@pytest.mark.parametrize(("age", "most"), [(60, 0), (5, 50)])
+def test_where_all_came_together_they_end_before_others_come(age: int, most: float) -> None:
+    """Of those who have just come nobody knows yet whether it is so."""
+    assert 100 <= num_coming(Lifespan(), [age] * 24) <= 100 + most
+
+
+def test_nobody_follows_any_more_when_none_has_come_of_late() -> None:
+    assert num_coming(Lifespan(), list(range(30, 100, 5)), left=40) == 40
+
+
+def test_of_those_who_come_nothing_is_known_before_any_has_ended() -> None:
+    lifespan = Lifespan()
+    batch = BatchView(np.arange(4), np.full(4, 3), np.zeros(4), 4, num_left=np.full(4, 70))
+    lifespan.see(batch.slots, batch.num_left)
+    assert lifespan.num_coming(batch).tolist() == [70] * 4

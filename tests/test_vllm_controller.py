@@ -838,10 +838,11 @@ def test_looks_at_few_are_odd_where_one_length_is_favoured(
     assert {outcome.is_odd for outcome in policy.outcomes if outcome.has_drafts} == {is_odd}
 
 
-def test_steps_of_a_rest_that_read_a_prompt_are_not_measured() -> None:
-    """Also where it is read in equal parts, step after step."""
+@pytest.mark.parametrize("num_graph_tokens", [0, 512])
+def test_steps_of_a_rest_that_read_a_prompt_are_measured_by_themselves(num_graph_tokens: int) -> None:
+    """If at all: where there are graphs they go another way. Also where it is read in equal parts, step after step."""
     policy = Resting(LEAST_REST)
-    controller = make(policy, exact_rooms=False)
+    controller = make(policy, exact_rooms=False, num_graph_tokens=num_graph_tokens)
     scheduler = Scheduler(controller, 8)
     scheduler.step()
     rest = controller._rest
@@ -858,9 +859,62 @@ def test_steps_of_a_rest_that_read_a_prompt_are_not_measured() -> None:
             scheduled_new_reqs=[] if number else new,
             finished_req_ids=set(),
         )
-        assert not controller.decide(output, scheduler.requests, 0).is_timed
+        directive = controller.decide(output, scheduler.requests, 0)
+        assert directive.is_timed == (num_graph_tokens > 0)
+        if directive.is_timed:
+            controller.observe(directive.step, {}, Feedback(verify_s=0.03, step_s=0.05 + number))
     assert controller._rest is rest
     assert rest.num_steps == 3
+    assert not rest.seconds
+    told = rest.outcomes()[0].prompt_steps
+    assert told == ([(500, 0.05), (500, 1.05), (500, 2.05)] if num_graph_tokens else [])
+
+
+def test_few_of_many_steps_with_prompts_are_measured() -> None:
+    batch = BatchView(np.arange(64), np.full(64, 4), np.zeros(64), 64, favours_one_length=True)
+    lengths = {f"r{i}": 0 for i in range(64)}
+    rest, is_timed = Rest(batch, lengths, 128, is_one=True, is_open=True), []
+    for number in range(15):
+        scheduled = dict.fromkeys(lengths, 1) | {f"new{number}": 30}
+        new = [SimpleNamespace(req_id=f"new{number}")]
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens={}, scheduled_new_reqs=new
+        )
+        if not rest.admits(output):
+            break
+        rest.take_step(0.0)
+        is_timed.append(rest.is_timed)
+    assert is_timed == [True] * 4 + [False] * 4
+
+
+def test_a_look_behind_drafts_says_nothing_of_delays() -> None:
+    """What is late is theirs."""
+    policy = Looking([0] * 3 + [2])
+    controller = make(policy)
+    controller._takes_turns = controller._pairs = True
+    scheduler = Scheduler(controller, 2)
+    while not scheduler.step().longest:
+        assert controller._latest is not None
+        controller._latest.num_catch_up_tokens = 1  # the draft is run for somebody
+    assert controller._look is not None
+    for _ in range(2):
+        scheduler.step()
+    assert [outcome.delay_s for outcome in policy.outcomes if outcome.has_drafts] == [0, 0]
+
+
+@pytest.mark.parametrize(("num_graph_tokens", "is_odd"), [(12, True), (0, False)])
+def test_steps_beside_prompts_are_odd_where_there_are_graphs(num_graph_tokens: int, is_odd: bool) -> None:
+    policy = Recorded([2, 2, 2])
+    scheduler = Scheduler(make(policy, exact_rooms=False, num_graph_tokens=num_graph_tokens), 3)
+    scheduler.step()
+    scheduler.requests["r9"] = Request("r9", list(range(40)))
+    for _ in range(3):
+        scheduler.step()
+    beside = [outcome for outcome in policy.outcomes if outcome.num_prompt_tokens]
+    others = [outcome for outcome in policy.outcomes if not outcome.num_prompt_tokens]
+    assert [outcome.num_prompt_tokens for outcome in beside] == [40]
+    assert {outcome.is_odd for outcome in beside} == {is_odd}
+    assert {outcome.is_odd for outcome in others} == {False}
 
 
 def test_whoever_ends_in_a_rest_has_had_as_many_tokens_as_steps() -> None:

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from vllm_virtual import PAIRS, TOKENS, Costs, VirtualVLLM, tokens_per_s
+from vllm_virtual import MEAN_TOKENS, PAIRS, TOKENS, Costs, VirtualVLLM, tokens_per_s
 
 SEEDS = range(6)
 
 
 @cache
 def speeds(policy: str, pair: str, acceptance: float) -> dict[int, float]:
-    engines = [VirtualVLLM(policy, PAIRS[pair], acceptance, 0.05, seed) for seed in SEEDS]
+    # How fast a fixed length is depends on luck alone, and hardly.
+    seeds = SEEDS if policy == "auto" else SEEDS[:2]
+    engines = [VirtualVLLM(policy, PAIRS[pair], acceptance, 0.05, seed) for seed in seeds]
     return {batch: float(np.mean([tokens_per_s(one, batch, 3) for one in engines])) for batch in TOKENS}
 
 
@@ -28,8 +30,21 @@ def test_auto_is_about_as_fast_as_the_best_of_all_fixed_lengths(pair: str, accep
     fixed = [speeds(policy, pair, acceptance) for policy in ("off", *(f"static:{length}" for length in range(1, 5)))]
     # A single request's few tokens would want more seeds.
     ratios = {batch: auto[batch] / max(one[batch] for one in fixed) for batch in TOKENS if batch > 1}
-    assert min(ratios.values()) > 0.9, ratios
-    assert np.mean(list(ratios.values())) > 0.94, ratios
+    assert min(ratios.values()) > 0.92, ratios
+    assert np.mean(list(ratios.values())) > 0.95, ratios
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.8])
+def test_auto_is_about_as_fast_as_the_best_where_requests_come_and_go(acceptance: float) -> None:
+    """Every other step reads a prompt, in pieces, and drafts in it cost next to nothing."""
+    speeds = {}
+    for policy in ("off", "static:1", "static:2", "static:3", "auto"):
+        engines = [VirtualVLLM(policy, PAIRS["qwen"], acceptance, 0.05, seed) for seed in range(3)]
+        for engine in engines:
+            engine.serve(64, MEAN_TOKENS, 400)
+        speeds[policy] = np.mean([engine.serve(64, MEAN_TOKENS, 800) for engine in engines])
+    assert (max(speeds, key=lambda policy: speeds[policy] * (policy != "auto")) == "off") == (acceptance == 0.3)
+    assert speeds["auto"] > 0.94 * max(speeds.values())
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -48,6 +48,10 @@ LOST_HOPE = 0.7
 """share that is left of what is set aside for looking again, behind a look after which it hardly is"""
 LEAST_HOPE = 0.5
 """the least that is left of it"""
+PAUSE_SHARE = 0.05
+"""of the time that requests will take yet, that it may cost to have a step without drafts measured"""
+CLEARLY = 2.0
+"""times what beginning costs, that drafts are expected to save until requests end: then it is begun at once"""
 CLEAR_LOSS = 0.15
 """of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
 SAME = 0.1
@@ -134,6 +138,9 @@ class Advisor:
             other = self._choose(batch, np.where(is_worth, outlooks, LOWEST), self._start_s)
             choice = other if other.lengths.any() else choice
             choice.lengths = np.where(is_worth, choice.lengths, 0)
+        if pays and not self._can_rule and self.cost.needs_another_length:
+            # Nobody ends a draft early, so that there would never be one.
+            choice.lengths = np.where(choice.lengths == 1, np.minimum(2, batch.rooms), choice.lengths)
         chosen = choice.lengths if pays else choice.lengths * 0
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
         planned_rate = num_emitted / choice.seconds if pays else 0.0
@@ -298,11 +305,14 @@ class Advisor:
     def _plain_s(self, outcome: Outcome) -> float:
         """What such a step takes without drafts, as far as is known."""
         self.cost.turn_to(outcome.num_sequences)
-        return float(self.cost.verify_s(outcome.num_plain_tokens))
+        is_odd = outcome.is_odd and outcome.num_prompt_tokens > 0
+        return self.cost.plain_s(outcome.num_sequences, outcome.num_plain_tokens, is_odd)
 
     def _is_blind(self, batch: BatchView, choice: Choice) -> bool:
         """Whether to have a step without drafts measured: whoever begins with drafts compares them with one that was
         never made, whoever goes on with one that may not be like that any more, and a wrong guess of that lasts."""
+        if self.is_drafting and not self._can_pause(batch):
+            return False
         if self._num_blind < MOST_BLIND and self.cost.is_guess(batch):
             return True
         is_clear = choice.rate * self._gain > CLEAR_GAIN * choice.rate_off
@@ -310,11 +320,19 @@ class Advisor:
             self.is_drafting and not is_clear and self.recheck.is_due(batch.num_sequences) and self.cost.can_rest(batch)
         )
 
+    def _can_pause(self, batch: BatchView) -> bool:
+        """Whether beginning again behind a step without drafts costs little of the time that requests will take."""
+        if not self.cost.resume_s:
+            return True
+        step_s = float(self.cost.verify_s(batch.num_sequences)) / batch.num_sequences
+        return self.cost.resume_s <= PAUSE_SHARE * step_s * float(self.lifespan.num_coming(batch).sum())
+
     def _decide(self, batch: BatchView, choice: Choice) -> tuple[bool, float]:
         """Whether to draft; if not, seconds a step that drafting is believed to save all the same.
 
-        Nobody begins again before these have summed up to what beginning costs: the draft has to read what it missed,
-        and where drafts bring as much as they cost it would read that for nothing, time and again.
+        Nobody begins again before these have summed up to what beginning costs, unless drafts are expected to save
+        clearly more than that: the draft has to read what it missed, and where drafts bring as much as they cost it
+        would read that for nothing, time and again.
         """
         if not self._seems_to_pay(choice):
             is_clear = choice.rate * self._gain < (1 - CLEAR_LOSS) * choice.rate_off
@@ -322,7 +340,12 @@ class Advisor:
             return is_patient and bool(choice.lengths.any()), 0.0
         if self.is_drafting or self._missing_s(batch) <= 0:
             return True, 0.0
-        return False, batch.num_sequences * self._saved_s(choice)
+        saved_s = self._saved_s(choice)
+        if batch.num_left is not None:  # or nobody knows how long they last
+            expected_s = saved_s * float(self.lifespan.num_coming(batch).sum())
+            if expected_s >= CLEARLY * self.cost.begin_s(batch.slots):
+                return True, 0.0
+        return False, batch.num_sequences * saved_s
 
     def _is_hopeful(self, batch: BatchView, outlooks: FloatArray) -> bool:
         """Whether drafts would pay if clearly more of them stood than is known of; or nobody knows what they take."""
@@ -347,16 +370,17 @@ class Advisor:
             return np.ones(behind.size, np.bool_)
         num_behind = int(behind.sum())
         shares_s = behind * float(self.cost.catch_up_s(num_behind)) / num_behind
-        saved_s = self._saved_s(choice) * self.lifespan.num_left(batch)
         if batch.favours_one_length:  # whoever did not draft would be dearer than what is to be read
-            return np.full(behind.size, saved_s.sum() >= shares_s.sum())
-        worth: BoolArray = saved_s >= shares_s
+            saved_s = self._saved_s(choice) * self.lifespan.num_coming(batch)
+            resume_s = 0.0 if self.is_drafting else self.cost.resume_s
+            return np.full(behind.size, saved_s.sum() >= shares_s.sum() + resume_s)
+        worth: BoolArray = self._saved_s(choice) * self.lifespan.num_left(batch) >= shares_s
         return worth
 
     def _missing_s(self, batch: BatchView) -> float:
         """What beginning costs beyond what drafting would have saved so far."""
         # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
-        return float(self.cost.catch_up_s(self.cost.num_behind(batch.slots))) - self._foregone_of(batch)
+        return self.cost.begin_s(batch.slots) - self._foregone_of(batch)
 
     def _choose(self, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
         return choose(self._menu, self.cost, batch, outlooks, start_s)

@@ -240,4 +240,6 @@ def _told_together(told: list[tuple[Outcome, Advice]]) -> Iterator[tuple[Outcome
         for alike in filter(None, (untimed, timed)):
             verify_s = statistics.median_low(outcome.verify_s for outcome in alike)
             num_steps = sum(outcome.num_steps for outcome in alike)
-            yield replace(alike[-1], verify_s=verify_s, num_steps=num_steps), advices[-1]
+            prompt_steps = [step for outcome in alike for step in outcome.prompt_steps]
+            together = replace(alike[-1], verify_s=verify_s, num_steps=num_steps, prompt_steps=prompt_steps)
+            yield together, advices[-1]

@@ -182,6 +182,9 @@ class Outcome(_Counted):
     of these, nor of the machine"""
     num_steps: int = 1
     """that it stands for, one after the other and all alike: a rest that the plan announced may be told as one"""
+    prompt_steps: list[tuple[int, float]] = field(default_factory=list)
+    """of these steps, those that read prompts and went another, slower way than the others for it: tokens of prompts,
+    and seconds, 0 where nobody measured. They are in nothing else that is told"""
     num_emitted: IntArray | None = None
     """[batch] tokens that each got, where some ended before the last of these steps; None: all got one in each, beside
     what stood"""

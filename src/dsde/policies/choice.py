@@ -24,11 +24,11 @@ class Choice:
 
     lengths: IntArray
     rate: float
-    """tokens per second expected of them"""
+    """tokens per second expected of them; what all steps take longer that read prompts, whoever drafts, is left out"""
     seconds: float
-    """that such a step takes"""
+    """that such a step takes, if it reads no prompts"""
     rate_off: float
-    """tokens per second of a step without drafts"""
+    """tokens per second of a step without drafts, likewise"""
 
 
 def choose(menu: Menu, cost: CostModel, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
@@ -41,7 +41,8 @@ def choose(menu: Menu, cost: CostModel, batch: BatchView, outlooks: FloatArray, 
     pass_s = np.concatenate(([0.0], cost.draft_s(np.arange(1.0, kinds.size + 1))))
     draft_s = pass_s[counts.astype(np.intp)]
     seconds = start_s + np.add.accumulate(draft_s, axis=1) + cost.verify_s(num_base + drafted)
-    rates = np.where(drafted > 0, (num_base + gains) / seconds, 0.0)
+    spared_s = cost.spared_s(num_base, drafted, num_base + gains)
+    rates = np.where(drafted > 0, (num_base + gains) / (seconds - spared_s), 0.0)
     level, last = divmod(int(rates.argmax()), menu.max_length)
     if batch.favours_one_length:
         last = int((rates[0] >= (1 - AS_GOOD) * rates[0, last]).argmax())

@@ -6,6 +6,8 @@ Knows sizes and seconds; knows no model, no device, no context length.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from numpy.typing import ArrayLike
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
 from dsde.policies.curve import KNEE, LEAST_CHANGE, NUM_TRUSTED, Curve
+from dsde.policies.prompt_steps import PromptSteps
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
 from dsde.policies.tempo import NUM_ALIKE, Tempo
@@ -35,6 +38,11 @@ FEWER = 4.0
 """times as long as one of few, that no draft of many takes for that alone: what few take need not have been measured"""
 NUM_ANCHORED = 8
 """drafts of one way, one after the other, from which on these tell what a pass takes"""
+NOISE = 0.1
+"""share by which one draft may take longer than another by accident: looks are at few sequences, and on a line through
+what one and two took many would take anything"""
+NUM_RESUMED = 9
+"""newest drafts behind a rest, of which the median says what beginning again takes"""
 NUM_GUESSED = 3
 """verifications of a size of batch, for which what smaller ones cost is taken from batches of other sizes"""
 NEAR = 1.5
@@ -55,7 +63,7 @@ class StepCost:
     """reading what the sequences gained while they did not draft; a new sequence's prompt, too"""
     verify_s: float
     is_typical: bool = True
-    """False: it was held up, or the machine has just become slower or faster"""
+    """False: it was held up, went another way, or the machine has just become slower or faster"""
     beyond_s: float = 0.0
     """that the step took beyond these limits"""
 
@@ -103,7 +111,7 @@ class CostModel:
         """
         self._num_tried = num_tried
         self._verifications = Verifications(VERIFY_S, is_flat_below)
-        self._draft = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below)
+        self._draft = Curve(VERIFY_S * DRAFT_SHARE, is_flat_below, noise=NOISE)
         self._catch_up = Curve(VERIFY_S * DRAFT_SHARE)
         self._starts = Start(), Start()
         """of drafts of fixed lengths, and of those that a rule may end"""
@@ -113,6 +121,8 @@ class CostModel:
         """drafts like it, one after the other"""
         self._is_anchor_ruled = False
         """whether those that a rule may end tell what a pass takes"""
+        self._prompt_steps = PromptSteps(VERIFY_S)
+        self._resumes_s: deque[float] = deque(maxlen=NUM_RESUMED)
         self._tempo = Tempo()
         self._aside: list[Outcome] = []
         """steps that may be the first of a machine that has changed"""
@@ -144,6 +154,7 @@ class CostModel:
     def turn_to(self, num_sequences: int) -> None:
         """Questions are about a batch of so many, until told otherwise: at first that of the newest step."""
         self._verifications.turn_to(num_sequences)
+        self._prompt_steps.turn_to(num_sequences)
 
     def draft_s(self, batch_sizes: ArrayLike) -> FloatArray:
         """Of one draft pass with so many sequences in it."""
@@ -155,6 +166,12 @@ class CostModel:
     def start_s(self) -> float:
         """Of a draft like the newest, beside its passes."""
         return self.start_of(self._is_ruled)
+
+    @property
+    def needs_another_length(self) -> bool:
+        """Whether drafts of fixed lengths were all of one so far, and not few: what they take once is taken for a part
+        of each pass, and longer ones seem dear."""
+        return self._starts[False].is_stuck
 
     def start_of(self, is_ruled: bool) -> float:
         """The same of one that a rule may end, or none; of the former as of the latter, while nobody knows."""
@@ -169,6 +186,29 @@ class CostModel:
     def verify_s(self, tokens: ArrayLike) -> FloatArray:
         """Of one verification of so many packed tokens."""
         return self._verify.seconds(tokens)
+
+    def plain_s(self, num_sequences: int, num_tokens: int, is_odd: bool) -> float:
+        """Of a step without drafts that reads so many tokens, of prompts as well; by another way if it `is_odd`."""
+        self.turn_to(num_sequences)
+        curve = (self._prompt_steps.curve if is_odd else None) or self._verify
+        return float(curve.seconds(num_tokens))
+
+    def spared_s(self, num_sequences: int, drafted: FloatArray, num_emitted: FloatArray) -> FloatArray | float:
+        """By how much less than without prompts such steps take on average, because some read prompts anyway."""
+        if self._prompt_steps.curve is None:
+            return 0.0
+        dearer_s = self.verify_s(num_sequences + drafted) - self.verify_s(num_sequences)
+        return self._prompt_steps.spared_s(num_sequences, drafted, num_emitted, dearer_s)
+
+    @property
+    def resume_s(self) -> float:
+        """By which everybody is later if drafts follow on steps without any, beyond what these drafts take, the host's
+        work included; 0 where nobody tells."""
+        return statistics.median(self._resumes_s) if self._resumes_s else 0.0
+
+    def begin_s(self, slots: IntArray) -> float:
+        """Of having these sequences drafted for, behind a rest, before there is a draft."""
+        return float(self.catch_up_s(self.num_behind(slots))) + self.resume_s
 
     def catch_up_s(self, tokens: ArrayLike) -> FloatArray:
         """Of reading so many tokens before the draft can draft again; an ordinary pass over them until measured.
@@ -255,6 +295,11 @@ class CostModel:
                 self.turn_to(seen.num_sequences)
                 self._measure(seen)
             self._aside.clear()
+        if outcome.delay_s > 0:
+            measured_s = outcome.draft_s + outcome.verify_s - float(self.verify_s(outcome.num_sequences))
+            self._resumes_s.append(max(outcome.delay_s - measured_s, 0.0))
+        num_passes, num_drafted = _drafting(outcome)
+        self._prompt_steps.observe(outcome, self.drafting_s(num_drafted, num_passes, outcome.is_ruled))
         self._follow(outcome)
         return self._split(outcome)
 
@@ -277,7 +322,7 @@ class CostModel:
             return
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)
         if factor != 1.0:
-            for curve in (self._verifications, self._draft, self._catch_up, *self._starts):
+            for curve in (self._verifications, self._draft, self._catch_up, self._prompt_steps, *self._starts):
                 curve.scale(factor)
 
     def _measure(self, outcome: Outcome) -> None:
@@ -356,7 +401,8 @@ class CostModel:
             draft_s = min(outcome.draft_s, self.drafting_s(num_drafted, num_passes, outcome.is_ruled))
             catch_up_s = self._limited_catch_up_s(outcome.draft_s - draft_s, outcome)
         beyond_s = outcome.draft_s + outcome.verify_s - draft_s - catch_up_s - verify_s
-        return StepCost(draft_s, catch_up_s, verify_s, not self._tempo.is_in_doubt, max(beyond_s, 0.0))
+        is_typical = not self._tempo.is_in_doubt and not outcome.is_odd
+        return StepCost(draft_s, catch_up_s, verify_s, is_typical, max(beyond_s, 0.0))
 
     def _limited_catch_up_s(self, seconds: float, outcome: Outcome) -> float:
         """A draft without a model reads nothing, and may look for long, so a verification is the least to allow."""

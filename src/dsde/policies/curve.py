@@ -48,8 +48,9 @@ class Curve:
     step is slow by accident but hardly ever fast.
     """
 
-    def __init__(self, prior_s: float, is_flat_below: bool = False, may_fall: bool = False) -> None:
-        """With `is_flat_below`, sizes below the smallest measured cost as much as that.
+    def __init__(self, prior_s: float, is_flat_below: bool = False, may_fall: bool = False, noise: float = 0.0) -> None:
+        """With `is_flat_below`, sizes below the smallest measured cost as much as that. Beyond the largest a line goes
+        up by as much as it does with certainty, if one measurement is off by a share of `noise`.
 
         With `may_fall` a size stands as it is, whatever larger ones cost, if it was measured more than twice and not
         long ago, and is at least twice the smallest: where the device waits for the host, a verification behind a short
@@ -58,6 +59,7 @@ class Curve:
         self.prior_s = prior_s
         self.is_flat_below = is_flat_below
         self.may_fall = may_fall
+        self.noise = noise
         self._held = np.zeros((NUM_BUCKETS, NUM_HELD))
         self._num_seen = np.zeros(NUM_BUCKETS, np.int64)
         self._seen_at = np.zeros(NUM_BUCKETS, np.int64)
@@ -223,7 +225,9 @@ class Curve:
         table[:first] = table[first] * (1.0 if self.is_flat_below else _CENTERS[:first] / _CENTERS[first])
         far = places[places <= last - BUCKETS_PER_OCTAVE]
         if far.size:
-            slope = (table[last] - table[far[-1]]) / (_CENTERS[last] - _CENTERS[far[-1]])
+            num = min(int(self._num_seen[last]), int(self._num_seen[far[-1]]), NUM_HELD)
+            rise = table[last] - (1 + self.noise / math.sqrt(num)) * table[far[-1]]
+            slope = rise / (_CENTERS[last] - _CENTERS[far[-1]])
             table[last:] = table[last] + max(slope, 0.0) * (_CENTERS[last:] - _CENTERS[last])
         self._own = table.copy()
         for other in self._others if self.is_flat_below else ():

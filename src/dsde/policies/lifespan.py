@@ -14,6 +14,8 @@ from dsde.policies.slots import SlotTable
 
 MEMORY = 16.0
 """requests after which one counts about a third"""
+YOUNG = 0.25
+"""share of what requests may be expected to have yet; who has had less has come of late"""
 
 
 @dataclass
@@ -67,6 +69,18 @@ class Lifespan:
                 known = 0.0 if self._num_ended == 1 else self._mean
                 self._mean = known + (num_emitted - known) / min(self._num_ended, MEMORY)
         self._sequences.reset(slots)
+
+    def num_coming(self, batch: BatchView) -> FloatArray:
+        """[batch] tokens of each, and of those who will come in its place, and in theirs: as many places are taken by
+        others, one by one, as were of late. Where all came together, all will end before others come."""
+        left = self.num_left(batch)
+        typical = float(np.mean(left)) if left.size else np.inf
+        if not np.isfinite(typical) or not np.isfinite(self._mean):
+            return left
+        num_young = int(np.count_nonzero(self._sequences.num_emitted[batch.slots] < YOUNG * typical))
+        followed = num_young / (YOUNG * left.size)
+        share = min(followed, 1 / max(followed, 1e-9))
+        return left + self._mean * (share / (1 - share) if share < 1 else np.inf)
 
     def num_left(self, batch: BatchView) -> FloatArray:
         """[batch]"""

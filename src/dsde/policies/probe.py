@@ -109,17 +109,20 @@ class Probe:
 
     def is_on_credit(self, batch: BatchView, num_tried: int) -> bool:
         """Whether one token of everybody is to be tried: it was not drafted and verified so often yet. Not beside
-        prompts, as part of something larger, nor if the draft has much to read first, nor for ever where nobody
-        measures it."""
+        prompts, as part of something larger, nor if the draft has much to read first, or takes longer than its tokens
+        could ever save, nor for ever where nobody measures it."""
         num_behind = self.cost.num_behind(batch.slots)
-        num_tokens = batch.num_sequences + int(np.minimum(batch.rooms, 1).sum())
+        num_drafted = int(np.minimum(batch.rooms, 1).sum())
+        num_tokens = batch.num_sequences + num_drafted
+        plain_s = float(self.cost.verify_s(batch.num_sequences))
+        if self.cost.num_drafts >= num_tried and self.cost.drafting_s(num_drafted, 1) >= plain_s:
+            return False
         is_untried = self.cost.num_verified(num_tokens) < num_tried
         if self._num_ended < 2 * num_tried:  # where every draft has something to read none tells what it takes itself
             is_untried = is_untried or self.cost.num_drafts < num_tried
         if not is_untried or batch.num_prompt_tokens or max(self._num_untimed, self._num_futile) > MOST_UNTIMED:
             return False
-        most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
-        return float(self.cost.catch_up_s(num_behind)) <= most_s
+        return float(self.cost.catch_up_s(num_behind)) <= MOST_STEPS * plain_s
 
     def _may_begin(self, batch: BatchView, num_tried: int) -> bool:
         if not batch.rooms.any():

@@ -45,6 +45,11 @@ class Start:
         self._remains: deque[float] = deque(maxlen=NUM_REMAINS)
         """of the newest drafts, where others tell what a pass takes"""
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether drafts of another length would tell it, and there are none."""
+        return not self.is_known and self._num_seen >= NUM_STARTS // 4
+
     def pause(self) -> None:
         """Drafts from now on are told from those before, which tell no more what passes take."""
         self._num_before = self._num_seen

@@ -43,6 +43,8 @@ class Look:
     step: int
     """the first of them"""
     begun_at: float
+    is_told_from_others: bool
+    """whether steps without drafts are before it"""
     is_whole: bool = False
     """whether the second was decided, or will not be"""
     told_s: float = 0.0
@@ -87,6 +89,15 @@ class Step:
     """verified tokens of each request that decodes in it"""
     num_prompt_tokens: int
     num_tokens: int
+
+
+@dataclass(slots=True)
+class RestStep:
+    """One step of a rest that is measured."""
+
+    rest: Rest
+    place: int | None
+    """among those of it that read prompts; None: it reads none"""
 
 
 @dataclass
@@ -136,7 +147,7 @@ class Controller:
         """requests of that plan"""
         self._look: Look | None = None
         """that the latest decision is part of"""
-        self._steps: dict[int, Step | Rest] = {}
+        self._steps: dict[int, Step | RestStep] = {}
         self._latest: Decision | None = None
         self._rest: Rest | None = None
         self._plain: tuple[int, float] = 0, 0.0
@@ -163,8 +174,7 @@ class Controller:
             if rest.admits(scheduler_output):
                 self._note_cached(scheduler_output)
                 self._note_skipped(scheduler_output, requests)
-                rest.take_step(scheduled_at)
-                return rest.directive
+                return self._go_on(rest, scheduled_at)
             self._end_rest(rest)
             if rest.has_changed:
                 self._latest = self._resting(rest, scheduler_output, requests)
@@ -284,7 +294,8 @@ class Controller:
         if self._takes_turns:
             self._awaited, self._awaited_ids = self._number, request_ids
             if lengths.any() and not plan.predicted.any():
-                self._look = Look(self._number, now)
+                was_drafting = self._latest is not None and self._latest.is_drafting
+                self._look = Look(self._number, now, is_told_from_others=not was_drafting)
             else:
                 # Who says where drafts are to stop has decided that there will be some.
                 decides = plan.stop is not None and self._obeys_prediction and bool(lengths.any())
@@ -366,7 +377,7 @@ class Controller:
         rest.take_step(now)
         if not rest.is_timed:
             return rest.directive
-        self._steps[self._number] = rest
+        self._steps[self._number] = RestStep(rest, None if rest.is_plain else len(rest.prompt_steps) - 1)
         return Directive(self._number, rest.directive.lengths)
 
     def _end_rest(self, rest: Rest) -> None:
@@ -384,19 +395,20 @@ class Controller:
             self.policy.observe(outcome)
         self._release(rest.retired)
 
-    def _note_rest(self, rest: Rest, feedback: Feedback | None) -> None:
-        """Another of its steps is over."""
+    def _note_rest(self, step: RestStep, feedback: Feedback | None) -> None:
+        """Another step of a rest is over."""
         self._reported_at = self._clock()
         if feedback is not None and feedback.step_s > 0:
-            rest.seconds.append(feedback.step_s)
-            self._gaps_s.append(max(feedback.step_s - feedback.verify_s, 0.0))
+            step.rest.note(feedback.step_s, step.place)
+            if step.place is None:
+                self._gaps_s.append(max(feedback.step_s - feedback.verify_s, 0.0))
 
     # With every report
 
     def observe(self, number: int, sampled: Mapping[str, int], feedback: Feedback | None) -> None:
         """The step of that number is over; `sampled` is how many tokens each request got of it."""
         step = self._steps.pop(number, None)
-        if isinstance(step, Rest):
+        if isinstance(step, RestStep):
             self._note_rest(step, feedback)
         if not isinstance(step, Step):
             return
@@ -433,7 +445,8 @@ class Controller:
         where a step without drafts is the host's work."""
         num_requests, plain_s = self._plain
         look.has_prompts = look.has_prompts or bool(step.num_prompt_tokens or outcome.num_draft_prompt_tokens)
-        if look.has_prompts or not plain_s or num_requests != outcome.num_sequences:
+        is_clear = look.is_told_from_others and not look.has_prompts
+        if not is_clear or not plain_s or num_requests != outcome.num_sequences:
             return
         if is_over:
             num_steps = self._number - look.step + 1
@@ -493,11 +506,10 @@ class Controller:
             num_draft_passes=int(verified.lengths.max(initial=0)),
             num_catch_up_tokens=verified.num_catch_up_tokens,
             num_draft_prompt_tokens=verified.num_draft_prompt_tokens,
-            # Looks at few, that is: others are as they were chosen, or as the draft found them.
-            is_odd=verified.look is not None
-            and self.limits.can_skip
+            # Beside prompts, and looks at few: others are as they were chosen, or as the draft found them.
+            is_odd=self.limits.can_skip
             and verified.batch.favours_one_length
-            and len(set(step.drafted.values())) > 1,
+            and (step.num_prompt_tokens > 0 or (verified.look is not None and len(set(step.drafted.values())) > 1)),
         )
         needs = self.policy.needs
         if needs & (Need.KLD | Need.DRAFT_SIGNALS | Need.TOKEN_PROB):

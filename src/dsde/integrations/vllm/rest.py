@@ -25,6 +25,8 @@ STEPS_PER_TIMED = 32
 """of those after them, of which one is: together with the one before, whose end is its beginning"""
 LEAST_MEASURED = 2
 """steps of a longer rest that tell what one takes: some may still be under way when it ends"""
+PROMPT_STEPS_PER_TIMED = 8
+"""likewise of those that read prompts, of which there are fewer"""
 NUM_CHECKED = 4
 """steps that a rest between drafts is to have measured: in the first ones the host still does what drafts left it, and
 where it is the slower one they take half as long again as others"""
@@ -62,7 +64,9 @@ class Rest:
         self.begun_at = 0.0
         """when the first of them was"""
         self.seconds: deque[float] = deque(maxlen=NUM_HELD)
-        """that those took that were measured"""
+        """that those took that were measured and read no prompts"""
+        self.prompt_steps: list[tuple[int, float]] = []
+        """of the others: tokens of prompts, and seconds, 0 where it was not measured, or is not over"""
         self._batch = batch
         self._num_left = num_left
         self._num_changed = 0
@@ -95,7 +99,10 @@ class Rest:
         if num_changed > MOST_CHANGED * self._batch.slots.size:
             return False
         self._num_changed, self.scheduled = num_changed, dict(scheduled)
-        self.is_plain = all(number == 1 for number in scheduled.values())
+        num_prompt_tokens = sum(number for number in scheduled.values() if number > 1)
+        self.is_plain = not num_prompt_tokens
+        if num_prompt_tokens:
+            self.prompt_steps.append((num_prompt_tokens, 0.0))
         return True
 
     def take_step(self, now: float) -> None:
@@ -108,8 +115,18 @@ class Rest:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the newest step is to be measured on the device, if the same requests are in it as before."""
+        """Whether the newest step is to be measured on the device."""
+        if not self.is_plain:
+            num = len(self.prompt_steps)
+            return self._batch.favours_one_length and (num <= NUM_TIMED or num % PROMPT_STEPS_PER_TIMED == 1)
         return self.num_steps <= NUM_TIMED or self.num_steps % STEPS_PER_TIMED <= 1
+
+    def note(self, seconds: float, place: int | None) -> None:
+        """One of its steps took so long, the one at that place of those that read prompts, or another."""
+        if place is None:
+            self.seconds.append(seconds)
+        else:
+            self.prompt_steps[place] = self.prompt_steps[place][0], seconds
 
     @property
     def step_s(self) -> float:
@@ -131,6 +148,7 @@ class Rest:
             verify_s=self.step_s,
             num_decoding=batch.slots.size,
             num_steps=num + self._num_untold if self._is_one else 1,
+            prompt_steps=self.prompt_steps if batch.favours_one_length else [],
         )
         if self._is_one and self.retired:
             counts = [self.retired.get(slot, num) for slot in batch.slots.tolist()]

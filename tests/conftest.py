@@ -6,7 +6,9 @@ Which does not mean that they are used: a CPU engine goes the host's way unless 
 
 from __future__ import annotations
 
+import inspect
 import os
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,6 +47,47 @@ def interpret_kernels() -> None:
             run(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = run_without_warnings
+    hasten_interpreter(interpreter)
+
+
+def hasten_interpreter(interpreter: Any) -> None:
+    """What it finds out anew for every call and every operation, it finds out once, or when somebody asks."""
+    is_builtin = interpreter.tl.core.is_builtin
+
+    @cache
+    def builtins_of(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name in builtins_of(package):
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+    find_dtype, dtypes = interpreter._get_np_dtype, {}
+
+    def np_dtype(of: Any) -> Any:
+        scalar = of.scalar
+        if scalar.name not in dtypes:
+            dtypes[scalar.name] = find_dtype(scalar)
+        return dtypes[scalar.name]
+
+    interpreter._get_np_dtype = np_dtype
+    core = interpreter.tl.core
+    find_field = core.tuple.__getattr__
+
+    def hold(self: Any, values: Any, type: Any = None) -> None:
+        self.values = list(values)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def find_type(self: Any, name: str) -> Any:
+        if name != "type":
+            return find_field(self, name)
+        self.type = core._type_for_tuple_values(self.values)
+        return self.type
+
+    core.tuple.__init__, core.tuple.__getattr__ = hold, find_type
 
 
 if find_spec("triton") is not None and not torch.cuda.is_available():

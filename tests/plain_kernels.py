@@ -136,41 +136,56 @@ def rotate_and_store(
     cos, sin = table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     low, high = heads[:, : num_heads + num_kv_heads].chunk(2, dim=-1)
     rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-    stored = slots >= 0
+    stored = (slots >= 0).nonzero()[:, 0]
     places = slots[stored].long()
     for cache, rows in ((cache_k, rotated[:, num_heads:]), (cache_v, heads[:, num_heads + num_kv_heads :])):
-        cache[places] = rows[stored]
+        written = rows[stored]
+        cache[places] = written
         # Sequences that share a block may fill it together, but only with the same.
-        torch.testing.assert_close(cache[places], rows[stored], atol=1e-4, rtol=1e-4)
+        assert torch.allclose(cache[places], written, atol=1e-4, rtol=1e-4), "two that differ, or no number"
     return rotated[:, :num_heads]
 
 
 def paged_attention(
     q: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, work: AttentionWork, scale: float, *_: Any
 ) -> torch.Tensor:
+    """All items at once, padded to the longest: nothing beyond a sequence's context is looked at."""
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-    starts, contexts, offsets = work.starts.tolist(), work.contexts.tolist(), work.table_offsets.tolist()
-    heads_per_kv = q.shape[1] // cache_k.shape[1]
-    for sequence, first in work.items.tolist():
-        if sequence < 0:
-            continue
-        num_queries, context = starts[sequence + 1] - starts[sequence], contexts[sequence]
-        blocks = work.tables[offsets[sequence] :][: -(-context // BLOCK_SIZE)].long()
-        slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:context]
-        keys, values = (cache[slots].repeat_interleave(heads_per_kv, 1) for cache in (cache_k, cache_v))
-        rows = slice(starts[sequence] + first, starts[sequence] + min(first + work.queries_per_item, num_queries))
-        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
-        positions = context - num_queries + first + torch.arange(scores.shape[1])
-        scores.masked_fill_(torch.arange(context) > positions[:, None], -torch.inf)
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    items = work.items.numpy()
+    sequences, firsts = items[items[:, 0] >= 0].T
+    if not len(sequences):
+        return out
+    starts, contexts = work.starts.numpy(), work.contexts.numpy()[sequences]
+    num_queries = starts[sequences + 1] - starts[sequences]
+    counts = np.minimum(num_queries - firsts, work.queries_per_item)
+    queries, places = np.arange(counts.max()), np.arange(contexts.max())
+    is_query, is_key = queries < counts[:, None], places < contexts[:, None]
+    rows = np.where(is_query, (starts[sequences] + firsts)[:, None] + queries, 0)
+    in_table = np.where(is_key, work.table_offsets.numpy()[sequences][:, None] + places // BLOCK_SIZE, 0)
+    slots = np.where(is_key, work.tables.numpy()[in_table] * BLOCK_SIZE + places % BLOCK_SIZE, 0)
+    positions = (contexts - num_queries + firsts)[:, None] + queries
+    is_seen = is_key[:, None] & (places <= positions[:, :, None])
+    keys, values = (cache[torch.from_numpy(slots)] for cache in (cache_k, cache_v))
+    if not is_key.all():
+        for padded in (keys, values):
+            padded[torch.from_numpy(~is_key)] = 0.0
+    found = torch.nn.functional.scaled_dot_product_attention(
+        q[torch.from_numpy(rows)].transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        torch.from_numpy(is_seen)[:, None],
+        scale=scale,
+        enable_gqa=True,
+    ).transpose(1, 2)
+    out[torch.from_numpy(rows[is_query])] = found[torch.from_numpy(is_query)]
     return out
 
 
 def exponentials(seeds: torch.Tensor, counters: torch.Tensor, purposes: torch.Tensor, vocab: int) -> torch.Tensor:
     """Any noise will do that is a function of its key."""
     keys = zip(seeds.tolist(), counters.tolist(), purposes.tolist(), strict=True)
-    rows = [_generator(*seed, counter, purpose).exponential(size=vocab) for seed, counter, purpose in keys]
-    return torch.from_numpy(np.stack(rows)).float().clamp_(min=2.0**-33)
+    rows = [_exponentials(*seed, counter, purpose, size=vocab) for seed, counter, purpose in keys]
+    return torch.from_numpy(np.stack(rows))
 
 
 def sample_drafts(
@@ -183,22 +198,26 @@ def sample_drafts(
     truncated: bool,
     watched: bool = False,
 ) -> None:
-    vocab = store.logits.shape[1]
-    columns = min(vocab, logits.shape[1])
-    for row, mode in enumerate(draws.modes.tolist()):
-        if mode == DrawMode.PADDING:
-            continue
-        place = int(first_row) + row
-        assert torch.isfinite(logits[row]).all()
-        store.logits[place] = -torch.inf
-        store.logits[place, :columns] = logits[row, :columns]
-        purpose = Purpose.DRAFT if mode == DrawMode.RATIO else SHARED
-        store.tokens[place] = _race(store.logits[place], draws, row, int(depth), purpose, sampled, truncated)
-        store.signals[place] = torch.nan
-        if watched:
-            found = store.logits[place : place + 1].float()
-            probs = signals.token_probs(found, store.tokens[place : place + 1].long())
-            store.signals[place] = torch.tensor([*signals.measure_all(found)[0], *probs])
+    columns = min(store.logits.shape[1], logits.shape[1])
+    modes = draws.modes.numpy()
+    rows = np.flatnonzero(modes != DrawMode.PADDING)
+    places = torch.from_numpy(int(first_row) + rows)
+    given = logits[torch.from_numpy(rows)]
+    assert torch.isfinite(given).all()
+    drawn_from = torch.full((len(rows), store.logits.shape[1]), -torch.inf, dtype=store.logits.dtype)
+    drawn_from[:, :columns] = given[:, :columns]
+    tokens = drawn_from.argmax(-1)
+    for place, row in enumerate(rows.tolist()):
+        if modes[row] != DrawMode.GREEDY:
+            purpose = Purpose.DRAFT if modes[row] == DrawMode.RATIO else SHARED
+            tokens[place] = _race(drawn_from[place], draws, row, int(depth), purpose, sampled, truncated)
+    store.logits[places] = drawn_from
+    store.tokens[places] = tokens.to(store.tokens.dtype)
+    store.signals[places] = torch.nan
+    if watched:
+        found = drawn_from.float()
+        measured = np.column_stack((signals.measure_all(found), signals.token_probs(found, tokens)))
+        store.signals[places] = torch.from_numpy(measured).to(store.signals.dtype)
 
 
 def decide(
@@ -277,34 +296,40 @@ def judge(
     synthetic_rates: torch.Tensor | None = None,
 ) -> None:
     assert synthetic_rates is None
-    draws = judgement.draws
+    draws, modes = judgement.draws, judgement.draws.modes.tolist()
+    owners, depths, drafts = (
+        column.tolist() for column in (judgement.row_sequences, judgement.row_depths, judgement.row_drafts)
+    )
+    is_finite, greedy = torch.isfinite(logits).all(-1).tolist(), logits.argmax(-1).tolist()
     for sequence, (start, length) in enumerate(zip(judgement.starts.tolist(), judgement.lengths.tolist(), strict=True)):
-        if draws.modes[sequence] == DrawMode.PADDING:
+        mode = modes[sequence]
+        if mode == DrawMode.PADDING:
             continue
         rows = slice(start, start + length + 1)
-        assert judgement.row_sequences[rows].tolist() == [sequence] * (length + 1)
-        assert judgement.row_depths[rows].tolist() == list(range(length + 1))
-        assert torch.isfinite(logits[rows]).all()
-        *places, last = judgement.row_drafts[rows].tolist()
+        assert owners[rows] == [sequence] * (length + 1)
+        assert depths[rows] == list(range(length + 1))
+        assert all(is_finite[rows])
+        *places, last = drafts[rows]
         assert min(places, default=0) >= 0 > last
         drafted = [] if store is None else store.tokens[places].tolist()
         emitted: list[int] = []
         for depth in range(length + 1):
             target = logits[start + depth]
             arguments = draws, sequence, depth
-            if draws.modes[sequence] == DrawMode.RATIO and depth < length and not point_mass:
+            if mode == DrawMode.RATIO and depth < length and not point_mass:
                 assert store is not None
                 token, stands = _by_ratio(target, store.logits[places[depth]], drafted[depth], *arguments)
             else:
-                purpose = Purpose.EMIT if draws.modes[sequence] == DrawMode.RATIO else SHARED
-                token = _race(target, *arguments, purpose, sampled, truncated)
+                purpose = Purpose.EMIT if mode == DrawMode.RATIO else SHARED
+                is_greedy = mode == DrawMode.GREEDY
+                token = greedy[start + depth] if is_greedy else _race(target, *arguments, purpose, sampled, truncated)
                 stands = depth < length and token == drafted[depth]
             emitted.append(token)
             if not stands:
                 break
         findings.accepted[sequence] = len(emitted) - 1
-        findings.emitted[sequence] = -1
-        findings.emitted[sequence, : len(emitted)] = torch.tensor(emitted, dtype=torch.int32)
+        beyond = [-1] * (findings.emitted.shape[1] - len(emitted))
+        findings.emitted[sequence] = torch.tensor(emitted + beyond, dtype=torch.int32)
         if length and store is not None and not point_mass:
             target_rows = torch.arange(start, start + length)
             findings.klds[sequence, :length] = kl_divergence(logits, target_rows, store.logits[places])
@@ -447,12 +472,14 @@ def _by_ratio(
 def _race(
     logits: torch.Tensor, draws: Draws, row: int, depth: int, purpose: int, sampled: bool, truncated: bool
 ) -> int:
-    if draws.modes[row] == DrawMode.GREEDY:
-        return int(logits.argmax())
     assert sampled
     assert truncated or not (draws.top_ks[row] > 0 or draws.top_ps[row] < 1 or draws.min_ps[row] > 0)
-    key = draws.seeds[row : row + 1], draws.counters[row : row + 1] + depth, torch.tensor([purpose])
-    return int((_distribution(logits, draws, row) / exponentials(*key, len(logits))[0]).argmax())
+    key = *draws.seeds[row].tolist(), int(draws.counters[row]) + depth, purpose
+    return int((_distribution(logits, draws, row) / torch.from_numpy(_exponentials(*key, size=len(logits)))).argmax())
+
+
+def _exponentials(*key: int, size: int) -> np.ndarray:
+    return _generator(*key).exponential(size=size).astype(np.float32).clip(min=2.0**-33)
 
 
 def _distribution(logits: torch.Tensor, draws: Draws, row: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import plain_kernels
 from dsde.device import backend
-from dsde.engine import device_executor
+from dsde.engine import device_executor, rehearsal
 from dsde.policies import make_policy
 from dsde.policies.static import Static
 
@@ -30,6 +30,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
         plain_kernels.install(monkeypatch, with_graphs=True)
         # Plain kernels toss no coins; what stands is then what models of different weights agree on, next to nothing.
         monkeypatch.setattr(device_executor, "judge", lambda *args: plain_kernels.judge(*args[:-1]))
+        monkeypatch.setattr(rehearsal, "WAYS", rehearsal.WAYS[:1])  # all requests are greedy
     return make_bench(monkeypatch, "--batches 4,1 --acceptance 0.5,0.9", tmp_path)
 
 
@@ -82,6 +83,7 @@ def test_a_batch_larger_than_the_last(bench: auto_gpu.Bench) -> None:
 
 
 def test_cells_and_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(auto_gpu, "LEAST_STEPS", 4)
     bench = make_bench(monkeypatch, "--batches 4,1 --acceptance 0.5;0.9,0.2 --rounds 2", tmp_path)
     bench.run()
     report, costs = (json.loads((tmp_path / name).read_text()) for name in ("out.json", "costs.json"))

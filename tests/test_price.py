@@ -41,15 +41,19 @@ def drafted(stop: StopByWorth, num: int, longest: int) -> list[int]:
 
 def best_lengths(cost: CostModel, outlooks: np.ndarray, longest: int) -> tuple[np.ndarray, float]:
     """Of all tokens likelier than some level, in so many passes: the best, and the rate."""
-    chances = outlooks[:, None] ** np.arange(1, longest + 1)
-    best = np.zeros(outlooks.size, np.int64), outlooks.size / float(cost.verify_s(outlooks.size))
-    for level in np.unique(chances):
-        for num_passes in range(1, longest + 1):
-            lengths = np.minimum((chances >= level).sum(axis=1), num_passes)
-            counts = [int((lengths > depth).sum()) for depth in range(int(lengths.max()))]
-            seconds = float(cost.draft_s(counts).sum()) + float(cost.verify_s(outlooks.size + lengths.sum()))
-            emitted = outlooks.size + sum(chances[i, :length].sum() for i, length in enumerate(lengths))
-            best = max(best, (lengths, emitted / seconds), key=lambda one: one[1])
+    num, depths = outlooks.size, np.arange(longest)
+    chances = outlooks[:, None] ** (depths + 1)
+    levels = np.unique(chances)
+    likely = (chances >= levels[:, None, None]).sum(axis=2)
+    best = np.zeros(num, np.int64), num / float(cost.verify_s(num))
+    for num_passes in depths + 1:
+        lengths = np.minimum(likely, num_passes)
+        is_drafted = lengths[:, :, None] > depths  # of every level and sequence
+        counts = is_drafted.sum(axis=1)
+        seconds = np.where(counts > 0, cost.draft_s(counts), 0.0).sum(axis=1) + cost.verify_s(num + counts.sum(axis=1))
+        rates = (num + (chances * is_drafted).sum(axis=(1, 2))) / seconds
+        most = int(rates.argmax())
+        best = max(best, (lengths[most], float(rates[most])), key=lambda one: one[1])
     return best
 
 

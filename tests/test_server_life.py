@@ -401,7 +401,8 @@ def test_loopback_is_known_by_its_address() -> None:
 @pytest.mark.weights
 @pytest.mark.skipif(embedded_target_path() is None, reason="the embedded weights are not on this machine")
 def test_the_command_serves_drains_and_ends_with_zero() -> None:
-    command = [sys.executable, "-m", "dsde", "serve", "--port", "0", "--log-format", "json", "--max-num-seqs", "4"]
+    places = ["--max-num-seqs", "4", "--kv-cache-bytes", str(64 << 20)]
+    command = [sys.executable, "-m", "dsde", "serve", "--port", "0", "--log-format", "json", *places]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DSDE_API_KEY": "k"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
@@ -417,7 +418,7 @@ def test_the_command_serves_drains_and_ends_with_zero() -> None:
                         model="SmolLM2-135M-Instruct",
                         messages=[{"role": "user", "content": "Name three colours."}],
                         temperature=0,
-                        max_tokens=24,
+                        max_tokens=16,
                         stream=True,
                     )
                     pieces = []

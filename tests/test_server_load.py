@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "serve.py"
 @pytest.mark.weights
 @pytest.mark.skipif(embedded_target_path() is None, reason="the embedded weights are not on this machine")
 def test_load() -> None:
-    sizes = ["--seconds", "15", "--settle", "0", "--clients", "24", "--max-num-seqs", "16", "--kv-cache-mb", "64"]
+    sizes = ["--seconds", "10", "--settle", "0", "--clients", "24", "--max-num-seqs", "20", "--kv-cache-mb", "64"]
     command = [sys.executable, str(SCRIPT), "load", *sizes]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as every test: two collapse beside a busy neighbour
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)

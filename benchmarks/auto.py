@@ -266,15 +266,16 @@ def run_looks(_: Bench, options: argparse.Namespace) -> None:
 PARTS = {"pair": run_pair, "grid": run_grid, "ablation": run_ablation, "shift": run_shift, "looks": run_looks}
 
 
-def read_costs(text: str, ruled_ms: float | None = None) -> Costs | MeasuredCosts:
+def read_costs(text: str, **replaced_ms: float | None) -> Costs | MeasuredCosts:
+    """With `ruled` and `end` milliseconds instead of what is in the file, where they are given."""
+    replaced = {f"{name}_s": value / 1e3 for name, value in replaced_ms.items() if value is not None}
     if text in COSTS:
-        if ruled_ms is not None:
-            raise InvalidInput(f"--ruled-ms goes with a file of costs, and {text} is none")
+        if replaced:
+            raise InvalidInput(f"--ruled-ms and --end-ms go with a file of costs, and {text} is none")
         return make_costs(text)
     given = Path(text).read_text(encoding="utf-8")
-    if ruled_ms is not None:
-        with suppress(ValueError, TypeError):  # of which `make_costs` says what is wrong
-            given = json.dumps(json.loads(given) | {"ruled_s": ruled_ms / 1e3})
+    with suppress(ValueError, TypeError):  # of which `make_costs` says what is wrong
+        given = json.dumps(json.loads(given) | replaced)
     return make_costs(given)
 
 
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--costs", default=str(FOLDER / "costs_h200.json"), help=f"a file, or {', '.join(COSTS)}")
     parser.add_argument("--ruled-ms", type=float, help="that a draft takes longer if a rule may end it; of a file")
+    parser.add_argument("--end-ms", type=float, help="that a draft takes longer behind somebody's end; of a file")
     parser.add_argument("--batches", type=lambda text: [int(item) for item in text.split(",")])
     parser.add_argument("--streams", type=lambda text: [item.strip() for item in text.split(";")], help="as in 0.3;0.8")
     parser.add_argument("--seeds", type=int, default=3)
@@ -300,7 +302,7 @@ def main() -> None:
     options = parser.parse_args()
     options.drawn_seeds = range(options.first_seed, options.first_seed + options.seeds)
     try:
-        PARTS[options.part](Bench(read_costs(options.costs, options.ruled_ms)), options)
+        PARTS[options.part](Bench(read_costs(options.costs, ruled=options.ruled_ms, end=options.end_ms)), options)
     except (InvalidInput, OSError) as error:
         sys.exit(f"auto.py: {error}")
 

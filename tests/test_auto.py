@@ -868,6 +868,15 @@ def test_what_steps_of_a_rest_take_is_told_by_those_that_were_measured() -> None
     assert [(seen.verify_s, seen.num_steps) for seen, _ in _told_together(told)] == [(0.0, 4), (0.012, 5)]
 
 
+@pytest.mark.parametrize(("seconds", "together_s"), [([1.0, 2.0, 3.0], 6.0), ([1.0, 0.0, 3.0], 0.0)])
+def test_what_steps_of_a_rest_took_in_all_is_known_if_it_is_of_each(seconds: list[float], together_s: float) -> None:
+    policy, rng = Auto(), np.random.default_rng(0)
+    plan = policy.plan(batch(4))
+    assert policy._current is not None
+    told = [(replace(all_rejected(plan, rng), verify_s=0.5, step_s=step_s), policy._current) for step_s in seconds]
+    assert [seen.step_s for seen, _ in _told_together(told)] == [together_s]
+
+
 def test_drafts_of_a_plan_that_was_repeated_are_learnt_from_one_by_one() -> None:
     policy = Auto()
     policy.plan(batch(2))

@@ -624,6 +624,19 @@ class Alternating(Policy):
         self.outcomes.append(outcome)
 
 
+def test_steps_are_told_what_they_took_in_all_unless_there_was_nothing_to_do_before() -> None:
+    policy = Alternating()
+    engine = make_engine(TARGET, DRAFT, policy)
+    for _ in range(2):
+        policy.outcomes.clear()
+        complete(engine, random_prompts(1, 10, 20), GREEDY)
+        first, *others = policy.outcomes
+        # Its prompt has been read in a step of its own.
+        assert first.step_s > 0
+        assert all(outcome.step_s > outcome.draft_s + outcome.verify_s for outcome in others)
+        assert engine._landed_at is None
+
+
 @pytest.mark.parametrize(("is_cold", "is_padded"), [(False, False), (True, False), (False, True)])
 def test_a_draft_is_told_what_the_device_waited_for_it_and_nobody_what_is_not_typical(
     is_cold: bool, is_padded: bool, monkeypatch: pytest.MonkeyPatch
@@ -632,13 +645,16 @@ def test_a_draft_is_told_what_the_device_waited_for_it_and_nobody_what_is_not_ty
     engine = make_engine(TARGET, DRAFT, policy)
     observe = engine.planner.observe
 
-    def observe_timed(plan: LengthPlan, drafted: np.ndarray, caught_up: np.ndarray | None, landing: Landing) -> None:
+    def observe_timed(
+        plan: LengthPlan, drafted: np.ndarray, caught_up: np.ndarray | None, landing: Landing, step_s: float
+    ) -> None:
         landing.seconds = Seconds(draft=1.0, target=2.0, accept=3.0, idle=0.5)
         landing.is_cold, landing.is_padded = is_cold, is_padded
-        observe(plan, drafted, caught_up, landing)
+        observe(plan, drafted, caught_up, landing, step_s)
 
     monkeypatch.setattr(engine.planner, "observe", observe_timed)
     complete(engine, random_prompts(1, 10, 20), GREEDY)
     told = {bool(outcome.drafted.any()): (outcome.draft_s, outcome.verify_s) for outcome in policy.outcomes[:-3]}
     untold = {True: (0.0, 0.0), False: (0.0, 0.0)}
     assert told == (untold if is_cold or is_padded else {True: (1.5, 5.0), False: (1.0, 5.0)})
+    assert any(outcome.step_s > 0 for outcome in policy.outcomes) != is_cold

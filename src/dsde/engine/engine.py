@@ -152,6 +152,8 @@ class Engine:
         """since the last step was begun: policies have yet to learn of those who had them, and if somebody got one now
         the device would wait for that"""
         self._num_slots = 0
+        self._landed_at: float | None = None
+        """when the last step was over, if there has been something to do ever since"""
 
     @property
     def has_work(self) -> bool:
@@ -196,6 +198,7 @@ class Engine:
             if self._flights:
                 # Everybody was aborted: the device must have read its inputs before they are written anew.
                 self._ground()
+            self._landed_at = None
             self._release_slots()
             return self._report()
         began = time.perf_counter()
@@ -207,12 +210,14 @@ class Engine:
                 self._flights.popleft()
                 if not self._has_sequences:
                     self._ground()
+                    self._landed_at = None
                 elif self.executor.is_asynchronous:
                     self._keep_busy()
                 output = self._report()
         except BaseException as error:
             # Interrupted, or out of memory: caches may hold less than the books say. Everybody starts again.
             self._flights.clear()
+            self._landed_at = None
             self.scheduler.restart()
             with suppress(Exception):  # a device that has failed fails again, and the first error says why
                 self.executor.recover()
@@ -304,13 +309,15 @@ class Engine:
         """observe -> commit: all that the next step builds on."""
         landing = step.flight.land()
         times = [time.perf_counter()]
+        step_s = 0.0 if self._landed_at is None else times[0] - self._landed_at
+        self._landed_at = times[0]
         seconds = landing.seconds
         count = len(step.work.decodes)
         drafted = step.flight.drafted[:count]
         self._count_drafts(step.work.decodes, step.plan, step.flight)
         is_recorded = self._num_traced > 0 or self.watched
         expected = expect_seconds(self.policy, step.plan, drafted, landing) if is_recorded else None
-        self.planner.observe(step.plan, drafted, step.flight.num_catch_up_tokens, landing)
+        self.planner.observe(step.plan, drafted, step.flight.num_catch_up_tokens, landing, step_s)
         times.append(time.perf_counter())
         # Gone meanwhile, but observed again: its slot must not pass anything on.
         gone = [s.status is Status.FINISHED for s in step.decoded_by_policy]

@@ -144,9 +144,15 @@ class Planner:
         )
 
     def observe(
-        self, plan: LengthPlan, drafted: IntArray, num_catch_up_tokens: IntArray | None, landing: Landing
+        self,
+        plan: LengthPlan,
+        drafted: IntArray,
+        num_catch_up_tokens: IntArray | None,
+        landing: Landing,
+        step_s: float = 0.0,
     ) -> None:
-        """Tell the policy what became of its lengths. `drafted` and the tokens caught up on are of all decoding."""
+        """Tell the policy what became of its lengths. `drafted` and the tokens caught up on are of all decoding;
+        `step_s` as in Outcome."""
         if plan.plan is None:
             return
         rows, verdict = plan.rows, landing.verdict
@@ -170,6 +176,7 @@ class Planner:
             draft_signals=signals,
             draft_s=draft_s,
             verify_s=verify_s,
+            step_s=0.0 if landing.is_cold else step_s,
             num_decoding=plan.batch.num_decoding,
             num_prompt_tokens=plan.batch.num_prompt_tokens,
             num_drafted=int(drafted.sum()),

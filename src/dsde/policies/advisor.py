@@ -24,6 +24,7 @@ from dsde.policies.probe import Probe
 from dsde.policies.recheck import Recheck
 from dsde.policies.sight import Sight, fill_chances
 from dsde.policies.steadiness import Steadiness
+from dsde.policies.surplus import Surplus
 
 NUM_TRIED = 2
 """measurements of a size before it is believed"""
@@ -82,6 +83,7 @@ class Advisor:
         self.probe = Probe(cost, max_length, self.lifespan)
         self.recheck = Recheck()
         self.steadiness = Steadiness()
+        self.surplus = Surplus()
         self.hope = 1.0
         """share of what is usual that is set aside for looking again"""
         self.is_drafting = False
@@ -144,7 +146,9 @@ class Advisor:
         chosen = choice.lengths if pays else choice.lengths * 0
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
         planned_rate = num_emitted / choice.seconds if pays else 0.0
-        rate = max(planned_rate * self._gain, choice.rate_off)
+        expected_rate = planned_rate * self._gain
+        expected_rate /= 1 + expected_rate * self.surplus.token_s(batch.num_sequences)[True]
+        rate = max(expected_rate, choice.rate_off)
         # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones, at all and in a
         # batch of this size: nobody knows what so many tokens cost.
         known = (2 * self.cost.most_verified - batch.num_sequences) // max(batch.num_sequences, 1)
@@ -224,6 +228,7 @@ class Advisor:
         thought_s = self._plain_s(outcome)
         is_known = self.cost.num_verified(outcome.num_plain_tokens) > 0
         step = self.cost.observe(outcome)
+        self._count_surplus(outcome, advice)
         if not self.cost.is_below(advice.batch.num_sequences):
             self._num_blind = 0
         plain_s = self._plain_s(outcome)
@@ -267,6 +272,17 @@ class Advisor:
         """These sequences have ended."""
         for part in (self.acceptance, self.lifespan, self.cost, self.probe):
             part.forget(slots)
+
+    def _count_surplus(self, outcome: Outcome, advice: Advice) -> None:
+        """What the step took beyond what was told of it or, where that was not typical, beyond what it usually takes."""
+        if not outcome.step_s:
+            return
+        usual_s = outcome.draft_s + outcome.verify_s if outcome.verify_s > 0 else self.cost.usual_s(outcome)
+        has_drafts = outcome.has_drafts or advice.rule is not None
+        num_emitted = outcome.num_steps * outcome.num_sequences + int(outcome.accepted.sum())
+        self.surplus.observe(
+            outcome.num_sequences, has_drafts, outcome.step_s, usual_s, num_emitted, outcome.num_steps
+        )
 
     def _weigh(self, outcome: Outcome, advice: Advice, rule: StopByWorth) -> None:
         """What a draft that a rule ended would have brought, and taken, had its lengths been chosen beforehand."""
@@ -383,7 +399,7 @@ class Advisor:
         return self.cost.begin_s(batch.slots) - self._foregone_of(batch)
 
     def _choose(self, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
-        return choose(self._menu, self.cost, batch, outlooks, start_s)
+        return choose(self._menu, self.cost, batch, outlooks, start_s, self.surplus.token_s(batch.num_sequences))
 
 
 def _num_accepted(outlooks: FloatArray, lengths: IntArray) -> float:

@@ -242,4 +242,7 @@ def _told_together(told: list[tuple[Outcome, Advice]]) -> Iterator[tuple[Outcome
             num_steps = sum(outcome.num_steps for outcome in alike)
             prompt_steps = [step for outcome in alike for step in outcome.prompt_steps]
             together = replace(alike[-1], verify_s=verify_s, num_steps=num_steps, prompt_steps=prompt_steps)
+            # If nobody knows of one of them, it would be taken for a part of the others.
+            seconds = [outcome.step_s for outcome in alike]
+            together.step_s = sum(seconds) if all(seconds) else 0.0
             yield together, advices[-1]

@@ -158,6 +158,9 @@ class Outcome(_Counted):
     delay_s: float = 0.0
     """seconds by which the whole batch was later for it than without drafts, the host's work included, where somebody
     measured that; it is in neither of the two above as a whole"""
+    step_s: float = 0.0
+    """seconds from the end of the step before to that of this one, whatever they went to, of all `num_steps` together;
+    0: nobody measured, or there was none before"""
     num_decoding: int = 0
     """as in the BatchView of the plan"""
     num_prompt_tokens: int = 0

@@ -26,13 +26,21 @@ class Choice:
     rate: float
     """tokens per second expected of them; what all steps take longer that read prompts, whoever drafts, is left out"""
     seconds: float
-    """that such a step takes, if it reads no prompts"""
+    """that draft and verification take, if the step reads no prompts"""
     rate_off: float
     """tokens per second of a step without drafts, likewise"""
 
 
-def choose(menu: Menu, cost: CostModel, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
-    """For sequences of these outlooks, where a draft takes `start_s` once."""
+def choose(
+    menu: Menu,
+    cost: CostModel,
+    batch: BatchView,
+    outlooks: FloatArray,
+    start_s: float,
+    token_s: tuple[float, float] = (0.0, 0.0),
+) -> Choice:
+    """For sequences of these outlooks, where a draft takes `start_s` once, and every token of a step without drafts and
+    of one with them takes `token_s` beside all that is known of these steps."""
     num_base = batch.num_sequences
     kinds = menu.kinds(outlooks)
     one_length = batch.favours_one_length or kinds.size == 1
@@ -42,7 +50,8 @@ def choose(menu: Menu, cost: CostModel, batch: BatchView, outlooks: FloatArray, 
     draft_s = pass_s[counts.astype(np.intp)]
     seconds = start_s + np.add.accumulate(draft_s, axis=1) + cost.verify_s(num_base + drafted)
     spared_s = cost.spared_s(num_base, drafted, num_base + gains)
-    rates = np.where(drafted > 0, (num_base + gains) / (seconds - spared_s), 0.0)
+    beyond_s = token_s[1] * (num_base + gains)
+    rates = np.where(drafted > 0, (num_base + gains) / (seconds - spared_s + beyond_s), 0.0)
     level, last = divmod(int(rates.argmax()), menu.max_length)
     if batch.favours_one_length:
         last = int((rates[0] >= (1 - AS_GOOD) * rates[0, last]).argmax())
@@ -51,5 +60,5 @@ def choose(menu: Menu, cost: CostModel, batch: BatchView, outlooks: FloatArray, 
         lengths=np.minimum(lengths, batch.rooms),
         rate=float(rates[level, last]),
         seconds=float(seconds[level, last]),
-        rate_off=num_base / float(cost.verify_s(num_base)),
+        rate_off=num_base / (float(cost.verify_s(num_base)) + token_s[0] * num_base),
     )

@@ -193,6 +193,14 @@ class CostModel:
         curve = (self._prompt_steps.curve if is_odd else None) or self._verify
         return float(curve.seconds(num_tokens))
 
+    def usual_s(self, outcome: Outcome) -> float:
+        """Of a step like it, nobody having to catch up."""
+        self.turn_to(outcome.num_sequences)
+        num_drafted = max(outcome.num_drafted, int(np.add.reduce(outcome.drafted))) + outcome.num_cut
+        num_passes = max(outcome.num_draft_passes, int(outcome.drafted.max(initial=0))) if num_drafted else 0
+        drafting_s = self.drafting_s(num_drafted, num_passes, outcome.is_ruled)
+        return drafting_s + float(self.verify_s(_num_verified(outcome)))
+
     def spared_s(self, num_sequences: int, drafted: FloatArray, num_emitted: FloatArray) -> FloatArray | float:
         """By how much less than without prompts such steps take on average, because some read prompts anyway."""
         if self._prompt_steps.curve is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class Costs:
     """the target's pass and the verdict, by packed tokens: one a sequence, the drafted ones and those of prompts"""
     step_s: float = 0.0
     """everything else, once a step"""
+    end_s: ClassVar[float] = 0.0
+    """as in MeasuredCosts; here ends cost nothing"""
 
     def __post_init__(self) -> None:
         check_real("step_s", self.step_s, 0.0, math.inf)
@@ -95,9 +97,10 @@ def make_costs(text: str) -> Costs | MeasuredCosts:
     except json.JSONDecodeError as error:
         raise InvalidInput(f"cost is not valid JSON: {error}") from None
     if isinstance(given.get("verify"), list):
-        known = {"machine", "draft", "verify", "catch_up", "step_s", "drafting_s", "ruled_s"}
+        names = ("step_s", "drafting_s", "ruled_s", "end_s")
+        known = {"machine", "draft", "verify", "catch_up", *names}
         _check_keys("cost", given, known, {"draft", "verify"})
-        overheads = {name: given.get(name, 0.0) for name in ("step_s", "drafting_s", "ruled_s")}
+        overheads = {name: given.get(name, 0.0) for name in names}
         for name, seconds in overheads.items():
             check_real(name, seconds, 0.0, math.inf)
         return MeasuredCosts(given["draft"], given["verify"], given.get("catch_up"), **overheads)

@@ -29,16 +29,19 @@ class MeasuredCosts:
         step_s: float = 0.0,
         drafting_s: float = 0.0,
         ruled_s: float = 0.0,
+        end_s: float = 0.0,
     ) -> None:
         """`catch_up`: [tokens, seconds] that reading what the draft missed takes beyond an ordinary pass; without it,
         as of a pass with so many more sequences. `drafting_s`: once in every step that drafts, beside the passes;
-        `ruled_s`: likewise where a rule ends drafts, as a device waits to be told."""
-        overheads = {"step_s": step_s, "drafting_s": drafting_s, "ruled_s": ruled_s}
+        `ruled_s`: likewise where a rule ends drafts, as a device waits to be told. `step_s`, and `end_s` in steps that
+        draft behind one in which somebody ended: beside all that, and told to nobody as the price of either."""
+        overheads = {"step_s": step_s, "drafting_s": drafting_s, "ruled_s": ruled_s, "end_s": end_s}
         self._given = {"draft": draft, "verify": verify, **overheads}
         if catch_up is not None:
             self._given["catch_up"] = catch_up
         passes, verifications = _rows(draft, 2), _rows(verify, 3)
-        self.step_s, self.drafting_s, self.ruled_s = float(step_s), float(drafting_s), float(ruled_s)
+        self.step_s, self.end_s = float(step_s), float(end_s)
+        self.drafting_s, self.ruled_s = float(drafting_s), float(ruled_s)
         self._draft = _Knots(passes[:, 0], passes[:, 1])
         self._catch_up = None
         if catch_up is not None:

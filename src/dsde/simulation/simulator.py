@@ -125,6 +125,8 @@ class _Simulator:
         self.decoding = np.empty(0, np.int64)
         """slots, like the next"""
         self.reading = np.empty(0, np.int64)
+        self.has_ended = False
+        """whether somebody did in the newest step"""
         self.temperatures = np.full(num_slots, requests.temperature)
         everybody = np.arange(num_slots)
         self._admit(everybody)
@@ -148,7 +150,8 @@ class _Simulator:
         )
         accepted = self._decode(batch, rows, positions) if slots.size else np.empty(0, np.int64)
         if self.reading.size and not slots.size:
-            self._spend(0.0, float(self.costs.verify_s(self.reading.size, batch.num_prompt_tokens)))
+            verify_s = float(self.costs.verify_s(self.reading.size, batch.num_prompt_tokens))
+            self._spend(0.0, verify_s, self.costs.step_s)
         emitted = accepted + 1
         self.positions[slots] += emitted
         self.result.num_steps += 1
@@ -183,6 +186,7 @@ class _Simulator:
             token_probs=self._token_probs(rows, positions, drafted),
             draft_s=self.costs.draft_s(passes, num_missed, plan.stop is not None),
             verify_s=float(self.costs.verify_s(batch.num_decoding, num_packed)),
+            step_s=self.costs.step_s + (self.costs.end_s if self.has_ended and takes_part.any() else 0.0),
             num_decoding=batch.num_decoding,
             num_prompt_tokens=batch.num_prompt_tokens,
             num_drafted=num_drafted,
@@ -191,9 +195,11 @@ class _Simulator:
             num_catch_up_tokens=num_missed,
             is_ruled=plan.stop is not None,
         )
+        beyond_s = outcome.step_s
+        outcome.step_s += outcome.draft_s + outcome.verify_s
         self.policy.settle()
         self.policy.observe(outcome)
-        self._spend(outcome.draft_s, outcome.verify_s)
+        self._spend(outcome.draft_s, outcome.verify_s, beyond_s)
         self.result.num_turns += batch.num_decoding
         self.result.num_drafted += num_drafted
         self.result.num_accepted += int(accepted.sum())
@@ -230,17 +236,18 @@ class _Simulator:
         firsts = np.add.accumulate(drafted) - drafted
         return np.repeat(rows, drafted), np.arange(drafted.sum()) + np.repeat(positions - firsts, drafted)
 
-    def _spend(self, draft_s: float, verify_s: float) -> None:
+    def _spend(self, draft_s: float, verify_s: float, beyond_s: float) -> None:
         self.result.draft_s += draft_s
         self.result.verify_s += verify_s
-        self.result.total_s += draft_s + verify_s + self.costs.step_s
+        self.result.total_s += draft_s + verify_s + beyond_s
 
     def _commit(self, slots: IntArray, has_ended: BoolArray) -> None:
         """Those who have read their prompt decode from now on; those who have ended make room."""
         if self.reading.size:
             self.began_s[self.reading] = self.result.total_s
             self.decoding, self.reading = np.concatenate([slots, self.reading]), np.empty(0, np.int64)
-        if not has_ended.any():
+        self.has_ended = bool(has_ended.any())
+        if not self.has_ended:
             return
         ended = slots[has_ended]
         self.policy.forget(ended)

@@ -1,0 +1,80 @@
+"""What steps take beyond their parts: with drafts and without, and what `auto` makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsde.policies import Auto, make_policy
+from dsde.policies.surplus import LARGEST, NUM_SUPPOSED, Surplus
+from dsde.simulation import make_costs, make_stream, simulate
+
+COSTS = Path(__file__).parent.parent / "benchmarks" / "costs_h200_qwen.json"
+
+
+def test_means_with_drafts_and_without() -> None:
+    surplus = Surplus()
+    for _ in range(1000):
+        surplus.observe(8, has_drafts=False, step_s=1.8, usual_s=1.0, num_emitted=8)
+        surplus.observe(8, has_drafts=True, step_s=2.6, usual_s=1.0, num_emitted=16)
+    plain_s, drafting_s = surplus.token_s(8)
+    assert plain_s == pytest.approx(0.1)
+    assert drafting_s == pytest.approx(0.1)
+    assert surplus.token_s(64) == (0.0, 0.0), "another size of batch"
+
+
+def test_rare_ones_count_by_how_often_they_come() -> None:
+    surplus = Surplus()
+    for number in range(1000):
+        surplus.observe(8, False, step_s=3.0 if number % 10 == 0 else 1.0, usual_s=1.0, num_emitted=1)
+    assert surplus.token_s(8)[0] == pytest.approx(0.2, rel=0.15)
+
+
+def test_tokens_of_drafts_are_supposed_to_take_as_much_as_others() -> None:
+    surplus = Surplus()
+    surplus.observe(8, False, step_s=48.0, usual_s=1.0, num_emitted=8 * 32, num_steps=32)
+    assert surplus.token_s(8) == pytest.approx((1 / 16, 1 / 16))
+    surplus.observe(8, True, step_s=3.5, usual_s=1.0, num_emitted=16)
+    assert surplus.token_s(8)[1] == pytest.approx((2.5 + NUM_SUPPOSED * 8 / 16) / (16 + NUM_SUPPOSED * 8))
+
+
+def test_what_held_a_machine_up_counts_little() -> None:
+    surplus = Surplus()
+    surplus.observe(8, False, step_s=1000.0, usual_s=1.0, num_emitted=1)
+    assert surplus.token_s(8)[0] == LARGEST
+
+
+def test_less_than_nothing_is_nothing() -> None:
+    surplus = Surplus()
+    surplus.observe(8, False, step_s=0.5, usual_s=1.0, num_emitted=8)
+    surplus.observe(8, True, step_s=0.5, usual_s=1.0, num_emitted=8)
+    assert surplus.token_s(8) == (0.0, 0.0)
+
+
+def test_without_drafts_what_they_took_fades() -> None:
+    surplus = Surplus()
+    for _ in range(100):
+        surplus.observe(8, True, step_s=2.0, usual_s=1.0, num_emitted=16)
+    before = surplus.token_s(8)[1]
+    surplus.observe(8, False, step_s=512.0, usual_s=1.0, num_emitted=8 * 512, num_steps=512)
+    assert 0.5 * before < surplus.token_s(8)[1] < before
+    surplus.observe(8, False, step_s=8192.0, usual_s=1.0, num_emitted=8 * 8192, num_steps=8192)
+    assert surplus.token_s(8)[1] < 0.01 * before
+
+
+@pytest.mark.parametrize("end_ms", [0.0, 2.0])
+def test_auto_counts_what_ends_cost_where_requests_are_short(end_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 64 tokens a request and eight at a time somebody ends in every fourth step."""
+    costs = make_costs(COSTS.read_text().replace('"ruled_s"', f'"end_s": {end_ms / 1e3}, "ruled_s"'))
+    requests = make_stream("iid:0.8").draw(400, 64, seed=5)
+    off, one = (simulate(make_policy(spec), requests, costs, 8).tokens_per_s for spec in ("off", "static:1"))
+    auto = simulate(Auto(), requests, costs, 8).tokens_per_s
+    if not end_ms:
+        assert one > 1.04 * off
+        assert auto > 0.98 * one
+        return
+    assert one < 0.94 * off
+    assert auto > 0.975 * off
+    monkeypatch.setattr(Surplus, "observe", lambda *_, **__: None)
+    assert simulate(Auto(), requests, costs, 8).tokens_per_s < 0.94 * off, "else this test would show nothing"

@@ -274,15 +274,13 @@ class Advisor:
             part.forget(slots)
 
     def _count_surplus(self, outcome: Outcome, advice: Advice) -> None:
-        """What the step took beyond what was told of it or, where that was not typical, beyond what it usually takes."""
+        """What the step took beyond what was told of it; where that was not typical, beyond what such a step takes."""
         if not outcome.step_s:
             return
         usual_s = outcome.draft_s + outcome.verify_s if outcome.verify_s > 0 else self.cost.usual_s(outcome)
         has_drafts = outcome.has_drafts or advice.rule is not None
         num_emitted = outcome.num_steps * outcome.num_sequences + int(outcome.accepted.sum())
-        self.surplus.observe(
-            outcome.num_sequences, has_drafts, outcome.step_s, usual_s, num_emitted, outcome.num_steps
-        )
+        self.surplus.observe(outcome.num_sequences, has_drafts, outcome.step_s, usual_s, num_emitted, outcome.num_steps)
 
     def _weigh(self, outcome: Outcome, advice: Advice, rule: StopByWorth) -> None:
         """What a draft that a rule ended would have brought, and taken, had its lengths been chosen beforehand."""

@@ -260,6 +260,17 @@ def test_not_every_graph_does(
     assert (asked is large) == (context == 5000), "a longer table is no obstacle"
 
 
+def test_a_verification_in_parts_is_made_for_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts end anywhere, and the same graph serves them all; short ones do not take what the longest would."""
+    owner = Owner()
+    runner = on_a_device(owner, monkeypatch)
+    shape = shape_of(runner, [13, 1, 1, 1], in_parts=True)
+    assert shape == shape_of(runner, [4, 4, 4, 4], in_parts=True)
+    assert shape.queries_per_item < shape_of(runner, [13, 1, 1, 1]).queries_per_item
+    for lengths in ([13, 1, 1, 1], [4, 4, 4, 4], [10, 2, 2, 2]):
+        assert len(attention.make_items(np.array(lengths), shape.queries_per_item)) <= shape.num_items
+
+
 def test_what_serves_has_room_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tokens, sequences, tables and the items of the attention, whatever the lengths."""
     rng = np.random.default_rng(0)

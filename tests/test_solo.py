@@ -287,7 +287,7 @@ def test_what_a_step_told_is_read_although_a_program_is_made_behind_it(way: Way)
     check_same(way.alone(work), answers_together(engine, work, seed=0))
     assert executor_of(engine).num_solos > 3
     lengths = {int(outcome.drafted[0]) for outcome in policy.outcomes[2:-2]}
-    assert lengths == {3, min(15, executor_of(engine)._most_alone)}
+    assert lengths == {3, 12}
     for outcome in policy.outcomes[1:-2]:
         assert outcome.num_draft_passes == outcome.drafted[0], "a draft that never ends early"
 
@@ -459,9 +459,22 @@ def test_long_drafts_have_room(way: Way, usual: int) -> None:
     work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=101, ignore_eos=True))]
     check_same(way.alone(work), answers_together(engine, work, seed=0))
     executor = executor_of(engine)
-    longest = min(15 if usual == 6 else 7, executor._most_alone)
+    longest = 15 if usual == 6 else 7
     assert executor.num_solos >= 2
     assert sum(int(outcome.drafted[0]) == longest for outcome in policy.outcomes) >= executor.num_solos - 1
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 4, 8])
+@pytest.mark.parametrize("per_item", [1, 2, 4, 16])
+def test_attention_has_items_for_all_rows_of_anybody(num_seqs: int, per_item: int) -> None:
+    """Programs are for any number of sequences more than half of their size."""
+    for longest in (7, 15):
+        for size in solo._sizes(num_seqs, longest):
+            for count in range(num_seqs // 2 + 1, num_seqs + 1):
+                rows_of_one = min(longest + 1, size - count + 1)
+                depth = solo.num_items(size, num_seqs, longest, per_item) // num_seqs
+                assert depth * per_item >= rows_of_one
+                assert depth * num_seqs == solo.num_items(size, num_seqs, longest, per_item)
 
 
 def chances(model: Decoder, text: list[int]) -> np.ndarray:

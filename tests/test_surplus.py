@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dsde.policies import Auto, make_policy
+from dsde.policies import Auto, BatchView, Outcome, make_policy
 from dsde.policies.surplus import LARGEST, NUM_SUPPOSED, Surplus
 from dsde.simulation import make_costs, make_stream, simulate
 
@@ -61,6 +62,42 @@ def test_without_drafts_what_they_took_fades() -> None:
     assert 0.5 * before < surplus.token_s(8)[1] < before
     surplus.observe(8, False, step_s=8192.0, usual_s=1.0, num_emitted=8 * 8192, num_steps=8192)
     assert surplus.token_s(8)[1] < 0.01 * before
+
+
+def outcome_of(num_drafted: int, step_s: float, num_steps: int = 1) -> Outcome:
+    return Outcome(
+        slots=np.arange(8),
+        drafted=np.full(8, num_drafted),
+        accepted=np.zeros(8, np.int64),
+        klds=np.empty(0),
+        temperatures=np.zeros(8),
+        draft_s=0.001 * num_drafted,
+        verify_s=0.004,
+        step_s=step_s,
+        num_decoding=8,
+        num_drafted=8 * num_drafted,
+        num_draft_passes=num_drafted,
+        num_steps=num_steps,
+    )
+
+
+def test_a_step_between_drafts_is_no_measure_of_a_rest() -> None:
+    """It waits for the host, and whoever took that for what all steps without drafts take would never stop."""
+    auto = Auto()
+    batch = BatchView(np.arange(8), np.full(8, 100), np.zeros(8), 8)
+
+    def see(outcome: Outcome) -> None:
+        auto.advisor.learn(outcome, auto.advisor.advise(batch))
+
+    for _ in range(20):
+        see(outcome_of(1, step_s=0.005))
+        see(outcome_of(0, step_s=0.006))
+    assert auto.advisor.surplus.token_s(8)[0] == 0.0
+    see(outcome_of(0, step_s=0.006))
+    assert auto.advisor.surplus.token_s(8)[0] == pytest.approx(0.002 / 8), "but the second step of a rest is"
+    see(outcome_of(1, step_s=0.005))
+    see(outcome_of(0, step_s=64 * 0.005, num_steps=64))
+    assert auto.advisor.surplus.token_s(8)[0] < 0.0016 / 8, "and so are many together"
 
 
 @pytest.mark.parametrize("end_ms", [0.0, 2.0])

@@ -262,6 +262,34 @@ def test_choice_of_splits() -> None:
     assert choose_splits(1, 1, 1 << 20, 132) == MAX_SPLITS
 
 
+def test_programs_that_fill_a_device_are_not_split() -> None:
+    assert choose_splits(16, 8, 2048, 132) == choose_splits(64, 2, 2048, 132) == 1
+    assert choose_splits(8, 8, 2048, 132) > 1
+    assert choose_splits(16, 8, 32768, 132) > 1, "or one long context outlasts all others"
+
+
+@pytest.mark.parametrize("num_rows", [16, 32, 64, 128])
+def test_few_tokens_leave_the_cache_to_products(num_rows: int) -> None:
+    """Where there are more the pipeline may be deeper; where there is hardly anything to read turns may be longer."""
+
+    def shared_bytes(programs_each: float, num_tokens: int) -> int:
+        tile = choose_tile(num_rows, 128, torch.bfloat16, programs_each, num_tokens)
+        return 2 * tile.num_keys * 128 * 2 * tile.num_stages
+
+    assert max(shared_bytes(each, num) for each in (0.1, 1.0, 1.01, 5.0) for num in (5, 8, 16)) <= 64 << 10
+    assert max(shared_bytes(each, num) for each in (1.01, 5.0) for num in (1, 4)) <= 64 << 10
+    assert shared_bytes(1.0, 17) > 64 << 10
+    assert (shared_bytes(1.0, 4) > 64 << 10) == (num_rows == 16)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_items_for_queries_that_there_are_not_do_nothing(num_splits: int) -> None:
+    case = Case([3, 1, 5], [20, 300, 40], 4, 2, 16, torch.float32)
+    work = case.work(2, num_splits)
+    work.items = on_device(np.array([(seq, first) for first in (0, 2, 4, 6) for seq in range(3)]))
+    check(case.attend(work), case.expected())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("num_splits", [1, 4])

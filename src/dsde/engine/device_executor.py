@@ -45,7 +45,7 @@ from dsde.engine.executor import (
     propose,
 )
 from dsde.engine.scheduler import Schedule, blocks_for
-from dsde.engine.solo import Solo, SoloSetting, most_alone, most_rows, solo_rule, told_proposals
+from dsde.engine.solo import Solo, SoloSetting, most_rows, solo_rule, told_proposals
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2, ragged_bucket, ragged_buckets
@@ -186,10 +186,8 @@ class DeviceExecutor:
         else:
             self.drafts = Drafts(1, self.model.dtype, tokens)
         self.passes = PassRunner(self.model.heads, tokens, self._body)
-        self._most_alone = 0
-        """tokens that the device can draft without the host"""
-        if self.drafter is not None and can_run(self.device):
-            self._most_alone = most_alone(self.passes)
+        self._can_be_alone = self.drafter is not None and can_run(self.device)
+        """whether the device can make steps without the host"""
         self._told = Told.blank(MOST_ALONE, pinned=self.device.type == "cuda")
         self.makes_solos = True
         self.num_solos = 0
@@ -269,10 +267,10 @@ class DeviceExecutor:
         """The step after `flight`, whose verdict nobody has seen, if the device can make it alone."""
         drafter, decodes, wish = self.drafter, work.decodes, flight.wish
         caught_up = flight.proposals.is_caught_up
-        if drafter is None or not self.makes_solos or self._most_alone < 1 or caught_up is None:
+        if drafter is None or not self.makes_solos or not self._can_be_alone or caught_up is None:
             return False
         max_context = drafter.model.config.max_position_embeddings
-        rule = solo_rule(work, wish, num_drafted, caught_up, self._most_alone, max_context)
+        rule = solo_rule(work, wish, num_drafted, caught_up, max_context)
         if rule is None or drafter.needs_room(len(decodes) * (LONGEST_SOLO + 1), 0):
             return False
         context = max(len(sequence.tokens) for sequence in decodes) + int(num_drafted.max()) + 1 + rule.longest
@@ -282,7 +280,7 @@ class DeviceExecutor:
         except (ProgramError, torch.OutOfMemoryError) as error:
             # Nothing but passes of nobody have been made.
             warnings.warn(f"The host is asked at every step: {error}", stacklevel=2)
-            self._most_alone = 0
+            self._can_be_alone = False
             self._solo_settings.clear()
             return False
         blocks = [sequence.block_table[: -(-context // BLOCK_SIZE)] for sequence in decodes]

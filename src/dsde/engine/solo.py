@@ -33,7 +33,6 @@ from dsde.engine.executor import MOST_ALONE, DraftWish
 from dsde.engine.scheduler import Schedule
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import power_of_2
-from dsde.models.kernels import attention
 from dsde.models.passes import PassRunner, PassShape, layout_of
 
 if TYPE_CHECKING:
@@ -92,11 +91,10 @@ def told_proposals(told: Told, turn: int, is_caught_up: BoolArray) -> tuple[Devi
 
 
 def solo_rule(
-    work: Schedule, wish: DraftWish, num_drafted: IntArray, is_caught_up: BoolArray, most: int, max_context: int
+    work: Schedule, wish: DraftWish, num_drafted: IntArray, is_caught_up: BoolArray, max_context: int
 ) -> SoloRule | None:
     """For the step after one that was wished for so and whose drafts have these lengths, at most; None: it must be left
-    to the host. Who is not caught up cannot draft; `most` tokens can be drafted whatever is wished, within
-    `max_context`."""
+    to the host. Who is not caught up cannot draft, nor anybody beyond `max_context`."""
     decodes, stop = work.decodes, wish.stop
     if work.prefills or not wish.is_steady or not 0 < len(decodes) <= MOST_ALONE or not _is_by_rule(wish):
         return None
@@ -104,7 +102,7 @@ def solo_rule(
     assert stop.usual is not None
     are_fixed = np.isposinf(stop.offsets)
     is_short = 2 * int(stop.usual.max()) < _SHORT_SOLO and not are_fixed.any()
-    longest = min(most, _SHORT_SOLO if is_short else LONGEST_SOLO)
+    longest = _SHORT_SOLO if is_short else LONGEST_SOLO
     wishes = wish.lengths.tolist()
     if are_fixed.any() and max(wishes[i] for i in np.flatnonzero(are_fixed).tolist()) > longest:
         return None  # who is never stopped gets what was asked for
@@ -147,10 +145,12 @@ class SoloSetting:
         """`passes` are the target's; `more` names arrays of its body's own."""
         self._draft, self._longest = draft, longest
         self._sizes = _sizes(num_seqs, longest)
-        rows_of_one = [min(longest + 1, size - num_seqs + 1) for size in self._sizes]
+        # Most drafts are short: attention goes by the smallest items, and a sequence has as many as it may need.
+        self._per_item = passes.shape_of(num_seqs, num_seqs, 1, context, True, variant).queries_per_item
+        items_of_sizes = [num_items(size, num_seqs, longest, self._per_item) for size in self._sizes]
         self._shapes = [
-            passes.shape_of(size, num_seqs, rows, context, takes_all_rows=True, variant=variant)
-            for size, rows in zip(self._sizes, rows_of_one, strict=True)
+            passes.shape_of(size, num_seqs, 1, context, True, variant, items)
+            for size, items in zip(self._sizes, items_of_sizes, strict=True)
         ]
         own = {"count": 1, "turn": 1, "sizes": len(self._sizes)}
         layout = layout_of(self._shapes[-1], {**more(self._shapes[-1]), **own})
@@ -216,7 +216,10 @@ class SoloSetting:
         if sheet.is_new("count", np.array([count])):
             self._draft.begin(draft_sheets, news.rule.ruling, count)
             sheet.arrays["items"].fill(-1)
-            sheet.arrays["items"][: 2 * count] = np.stack((np.arange(count), np.zeros(count)), axis=1).ravel()
+            num_seqs = self._shapes[-1].num_seqs
+            items = sheet.arrays["items"].reshape(-1, num_seqs, 2)[:, :count]
+            items[..., 0] = np.arange(count)
+            items[..., 1] = self._per_item * np.arange(len(items))[:, None]
             sheet.arrays["count"][0] = count
         self._draft.renew(draft_sheets, news)
         table.write_draws(sheet, news.slots, news.counters)
@@ -226,18 +229,16 @@ class SoloSetting:
         self._program.run()
 
 
-def most_alone(passes: PassRunner) -> int:
-    """Tokens that a sequence may draft, as far as the target is concerned: one item of attention holds them."""
-    heads, longest = passes.heads, LONGEST_SOLO
-    while attention.queries_per_item(longest + 1, heads.per_kv, heads.head_dim, heads.dtype) <= longest:
-        longest //= 2
-    return longest
-
-
 @cache
 def most_rows() -> int:
     """That the target's pass may have."""
     return _sizes(power_of_2(MOST_ALONE), LONGEST_SOLO)[-1]
+
+
+def num_items(num_rows: int, num_seqs: int, longest: int, per_item: int) -> int:
+    """Of attention, in a program for more than half of so many sequences, each of which may have all rows that the
+    others leave it."""
+    return num_seqs * -(-min(longest + 1, num_rows - num_seqs // 2) // per_item)
 
 
 def _sizes(num_seqs: int, longest: int) -> list[int]:

@@ -40,9 +40,6 @@ MOST_GRAPHS = 512
 """of one model: enough for any traffic that lasts, and a bound to memory for one that never repeats itself"""
 MOST_PADDING = 2
 """times the tokens of a pass, that a larger graph may have which is there already"""
-LEAST_LONGEST = 16
-"""tokens of one sequence that a verification in parts is made for, at least, since its drafts end anywhere: attention
-reads as many keys for few as for many, and graphs for every length would be met while somebody waits"""
 MOST_PADDED = 16
 """passes that such a graph does for one of the right size, before that is captured: to do so takes as long as tens of
 passes, and padding up to a third of each"""
@@ -257,7 +254,7 @@ class PassRunner:
         variant: tuple[Any, ...],
         num_items: int | None = None,
     ) -> PassShape:
-        """That of a pass for exactly so many tokens and sequences, of up to `longest` tokens each; with logits of all
+        """That of a pass for exactly so many tokens and sequences, of about `longest` tokens each; with logits of all
         or of the last ones. `num_items` None: as many as are needed whatever the lengths are."""
         heads = self.heads
         per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)
@@ -317,7 +314,10 @@ class PassRunner:
             # Sequences cost next to nothing here: fewer graphs. As many tokens of as many sequences always fit.
             num_tokens = (pad or ragged_bucket)(num_tokens)
             num_seqs = min(power_of_2(num_seqs), num_tokens)
-            longest = max(power_of_2(longest), LEAST_LONGEST) if in_parts else longest
+            if in_parts:
+                # Drafts end anywhere, and graphs for every length would be met while somebody waits: it is made for the
+                # mean, and who has more takes several items.
+                longest = -(-num_tokens // num_seqs)
         else:
             heads = self.heads
             per_item = attention.queries_per_item(longest, heads.per_kv, heads.head_dim, heads.dtype)

@@ -59,6 +59,8 @@ SAME = 0.1
 """share by which a step may take longer, or shorter, than was thought and be as thought"""
 NUM_IN_PASSING = 2
 """tokens that a draft reads beside the newest without taking longer"""
+LEAST_REST = 32
+"""steps without drafts, told together, of which the first may be one behind drafts"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -99,6 +101,8 @@ class Advisor:
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
         self._last_look: Advice | None = None
+        self._had_drafts = False
+        """whether the step did that was learnt from last"""
         self._foregone_s = 0.0
         """that drafting would have saved since it was last believed to save nothing"""
 
@@ -275,10 +279,14 @@ class Advisor:
 
     def _count_surplus(self, outcome: Outcome, advice: Advice) -> None:
         """What the step took beyond what was told of it; where that was not typical, beyond what such a step takes."""
-        if not outcome.step_s:
+        has_drafts, had_drafts = outcome.has_drafts or advice.rule is not None, self._had_drafts
+        self._had_drafts = has_drafts
+        # Whoever ends a rest, or begins one, waits for the host. That is the price of a change, not of what follows: a
+        # step without drafts between two with them takes a fifth longer than one of a rest (H200, 8B).
+        is_change = advice.is_probing or outcome.is_resumed if has_drafts else had_drafts
+        if not outcome.step_s or (is_change and outcome.num_steps < LEAST_REST):
             return
         usual_s = outcome.draft_s + outcome.verify_s if outcome.verify_s > 0 else self.cost.usual_s(outcome)
-        has_drafts = outcome.has_drafts or advice.rule is not None
         num_emitted = outcome.num_steps * outcome.num_sequences + int(outcome.accepted.sum())
         self.surplus.observe(outcome.num_sequences, has_drafts, outcome.step_s, usual_s, num_emitted, outcome.num_steps)
 

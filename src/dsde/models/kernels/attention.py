@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from dsde.device import backend
 from dsde.device.launch import programmatic_launch
 from dsde.models.batch import BLOCK_SIZE
 
@@ -34,7 +35,14 @@ MAX_SPLIT_KEYS = 4096
 MAX_SPLITS = 64
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs that a multiprocessor needs to keep its memory pipes full."""
-FEW_PROGRAMS = 64
+ENOUGH_PROGRAMS = 0.9
+"""of a multiprocessor, that are not worth splitting: to merge what they find takes longer than they do"""
+LEAN_TOKENS = 16
+"""Up to so many, products read their rows through the first-level cache, which is what shared memory leaves of it. From
+one programmatic launch to the next a multiprocessor is never empty, so that it keeps the division that the greediest
+kernel has asked for: 96 KiB here made the products of a whole pass a fifth slower (H200)."""
+FEW_TOKENS = 4
+"""of which it holds all rows even then"""
 LOG2_E = 1.4426950408889634
 
 
@@ -51,7 +59,8 @@ class AttentionWork:
     table_offsets: torch.Tensor
     """[num_seqs] int32, where in `tables` the sequence's blocks begin"""
     items: torch.Tensor
-    """[num_items, 2] int32: sequence, first query within the sequence; sequence -1: nothing to do"""
+    """[num_items, 2] int32: sequence, first query within the sequence; sequence -1, or a query that there is not:
+    nothing to do"""
     queries_per_item: int
     """consecutive queries of one sequence that an item covers, a power of two"""
     num_splits: int
@@ -105,7 +114,9 @@ def paged_attention(
     heads_per_kv = num_heads // num_kv_heads
     num_rows = max(MIN_ROWS, triton.next_power_of_2(work.queries_per_item * heads_per_kv))
     if tile is None:
-        tile = choose_tile(num_rows, head_dim, q.dtype, num_kv_heads * num_items)
+        num_programs = num_kv_heads * num_items * num_splits
+        programs_each = num_programs / backend.num_multiprocessors(q.device)
+        tile = choose_tile(num_rows, head_dim, q.dtype, programs_each, num_tokens)
     pdl = programmatic_launch()
     _attend[(num_kv_heads, num_items, num_splits)](
         q,
@@ -170,18 +181,23 @@ def queries_per_item(longest_query: int, heads_per_kv: int, head_dim: int, dtype
     return num_queries
 
 
-def choose_tile(num_rows: int, head_dim: int, dtype: torch.dtype, num_programs: int = FEW_PROGRAMS) -> Tile:
-    """Keys per turn, warps and pipeline depth for a tile of `num_rows` query rows."""
+def choose_tile(
+    num_rows: int, head_dim: int, dtype: torch.dtype, programs_each: float = 1.0, num_tokens: int = LEAN_TOKENS + 1
+) -> Tile:
+    """Keys per turn, warps and pipeline depth for a tile of `num_rows` query rows, where every multiprocessor has so
+    many programs, and the pass so many tokens."""
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * dtype.itemsize
     if dtype is torch.float32:
         return Tile(max(16, min(32, 8192 // row_bytes)), 4, 2)
     num_keys = max(16, min(128, 16384 // row_bytes))
-    if num_rows <= MIN_ROWS:
-        # Alone on a multiprocessor a program waits for its keys, and larger turns are fewer waits.
-        return Tile(128 if num_programs < FEW_PROGRAMS and row_bytes <= 256 else num_keys, 4, 2)
     # Two turns ahead where rows are wide, or smaller GPUs have too little shared memory for it.
-    num_stages = 3 if row_bytes <= 256 else 2
-    return Tile(num_keys, 4 if num_rows < 64 else num_rows // 16, num_stages)
+    may_be_deep = num_tokens > LEAN_TOKENS and row_bytes <= 256
+    if num_rows > MIN_ROWS:
+        return Tile(num_keys, 4 if num_rows < 64 else num_rows // 16, 3 if may_be_deep else 2)
+    # Alone on a multiprocessor a program waits for its keys: larger turns are fewer waits, or more are under way.
+    if programs_each <= 1 and num_tokens <= FEW_TOKENS and row_bytes <= 256:
+        return Tile(128, 4, 2)
+    return Tile(num_keys, 4, 3 if may_be_deep and programs_each < 1.5 else 2)
 
 
 def num_items_bound(num_tokens: int, num_seqs: int, queries_per_item: int) -> int:
@@ -198,7 +214,9 @@ def choose_splits(
     An upper limit: short contexts are shared by fewer, see MIN_SPLIT_KEYS.
     """
     num_programs = max(1, num_items * num_kv_heads)
-    to_fill = -(-PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_programs)
+    to_fill = 1
+    if num_programs < ENOUGH_PROGRAMS * num_multiprocessors:
+        to_fill = -(-PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_programs)
     # Long queries are many items of similar length, and their partial results would take much memory.
     to_balance = longest_context // MAX_SPLIT_KEYS if longest_query <= MIN_ROWS else 1
     return max(1, min(max(to_fill, to_balance), longest_context // GOOD_SPLIT_KEYS, MAX_SPLITS))
@@ -267,6 +285,10 @@ def _attend(
         return
     start = tl.load(starts + seq)
     query_len = tl.load(starts + seq + 1) - start
+    if first_query >= query_len:  # whoever wrote the items did not know how long the sequence's would be
+        if PDL and SETTLED:
+            tl.extra.cuda.gdc_wait()
+        return
     context = tl.load(contexts + seq)
     table = tables + tl.load(table_offsets + seq)
 

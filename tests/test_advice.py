@@ -51,6 +51,19 @@ def test_who_is_left_drafts_on_as_planned(is_ruled: bool) -> None:
     assert found.planned_rate == 400  # of half as many
 
 
+@pytest.mark.parametrize("is_ruled", [True, False])
+def test_who_joins_does_not_draft_yet(is_ruled: bool) -> None:
+    found = advice(is_ruled).drafting_on(batch([9, 6]), np.array([-1, 2]))
+    assert found.plan.lengths.tolist() == [0, 6]
+    assert found.plan.predicted.tolist() == [0, 6]
+    assert found.plan.votes.tolist() == [False, True]
+    np.testing.assert_array_equal(found.plan.signals["outlook"], [np.nan, 0.7])
+    assert found.rule is not None
+    assert found.rule.usual is not None
+    assert found.rule.usual.tolist() == [0, 3]
+    assert found.planned_rate == 0, "what comes of it says nothing of the plan"
+
+
 def test_a_rest_goes_on_with_newcomers_of_whom_nothing_is_known() -> None:
     others = batch([9, 6])
     found = advice().resting_on(others, np.array([-1, 2]), 5)

@@ -1318,7 +1318,7 @@ def test_under_pressure_a_plan_is_good_for_a_few_steps() -> None:
 @pytest.mark.parametrize("is_pressed", [True, False])
 @pytest.mark.parametrize("ruled", [True, False])
 def test_under_pressure_who_is_left_drafts_on(is_pressed: bool, ruled: bool) -> None:
-    """As before, without another thought; not so where there is time, nor with somebody new."""
+    """As before, without another thought; not so where there is time. Who joins drafts after the next thought."""
     rng = np.random.default_rng(0)
     policy = Thinking(cost=Known(MEMORY_BOUND))
     policy.advisor.sight.is_worth_it = lambda *_: ruled  # type: ignore[method-assign]
@@ -1350,8 +1350,17 @@ def test_under_pressure_who_is_left_drafts_on(is_pressed: bool, ruled: bool) -> 
         assert isinstance(after.stop, StopByWorth)
         assert isinstance(plan.stop, StopByWorth)
         assert after.stop.offsets.tolist() == plan.stop.offsets[left].tolist()
-    policy.plan(batch(8))
+    again = policy.plan(batch(8))
+    assert policy.num_thoughts == before
+    assert again.lengths.tolist() == np.where(np.arange(8) == 2, 0, plan.lengths).tolist()
+    policy.settle(coming=batch(8))
+    policy.observe(outcome(again.lengths.tolist(), again.lengths.tolist(), rng.random((int(again.lengths.sum()), 3))))
     assert policy.num_thoughts == before + 1
+    assert policy.plan(batch(8)).lengths.all()
+    # But not with so many that what pays is another matter.
+    policy.forget(np.arange(5))
+    policy.plan(batch(8))
+    assert policy.num_thoughts == before + 2
 
 
 def test_under_pressure_drafts_that_no_longer_pay_are_stopped() -> None:

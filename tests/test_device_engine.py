@@ -39,6 +39,7 @@ from dsde.drafting.foresight import Foresight
 from dsde.drafting.referee import Referee
 from dsde.drafting.ruling import ruling_sizes
 from dsde.drafting.solo_kernels import SoloState
+from dsde.engine import device_executor
 from dsde.engine.clock import Timing
 from dsde.engine.device_executor import DeviceExecutor, _Verification
 from dsde.engine.engine import Engine
@@ -639,6 +640,7 @@ def test_drafts_stop_where_they_do_on_the_host(
     # Ends that come as a surprise would let the two engines make different batches.
     work = [(prompt, replace(params, max_tokens=20, stop_token_ids=[], n=1)) for prompt, params in work]
     way.monkeypatch.setattr(Referee, "has_decided", lambda *_: False)
+    way.monkeypatch.setattr(device_executor, "_MOST_BY_HEART", 0)
     # The host never makes a pass for nobody, and hears of every decision.
     way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: False)
     way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda *_: False)
@@ -731,6 +733,7 @@ def test_a_pass_that_waited_for_no_decision_changes_nothing_but_their_number(
     """Drafts end where they would have; a pass that turns out to be for nobody is counted, and not waited for."""
     params = SamplingParams(temperature=0, max_tokens=24)
     work = [([i + 1, 7, 3], params) for i in range(4)]
+    way.monkeypatch.setattr(device_executor, "_MOST_BY_HEART", 0)
     patient, bold = Ruled(rule), Ruled(rule)
     wait, waits = Referee.wait, []
     way.monkeypatch.setattr(Referee, "wait", lambda *args: waits.append(1) or wait(*args))

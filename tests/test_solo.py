@@ -64,6 +64,7 @@ def test_drafts_end_where_they_do_with_a_host(way: Way, count: int, draft: str) 
     """Lengths, passes, signals and verdicts: all that a policy is told."""
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     work = [([3 + i, 1, 4, 1, 5][: 5 - i % 5], params) for i in range(count)]
+    way.monkeypatch.setattr(device_executor, "_MOST_BY_HEART", 0)
     way.monkeypatch.setattr(Foresight, "is_sure", lambda *_: False)
     way.monkeypatch.setattr(Foresight, "is_sure_of_end", lambda *_: False)
     outcomes, texts = [], []
@@ -106,11 +107,66 @@ def test_text_is_the_targets_whatever_comes_and_goes(way: Way, seed: int, greedy
     executor = executor_of(engine)
     assert executor.num_solos >= 3
     assert executor.num_dropped >= 1
+    assert executor.num_by_heart >= 1 or (greedy and seed == 2), "logits are wanted there all the time"
     check_nothing_is_held(engine)
+
+
+class Timed(Ruled):
+    """Is told when the device has worked, and notes what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(rule_of_many_lengths, length=7)
+        self.expected: list[np.ndarray] = []
+
+    def plan(self, batch: BatchView) -> Plan:
+        plan = super().plan(batch)
+        assert isinstance(plan.stop, StopByWorth)
+        assert plan.stop.usual is not None
+        self.expected.append(np.minimum(plan.lengths, plan.stop.usual))
+        return plan
+
+
+def test_what_the_device_cannot_make_alone_is_drafted_by_heart(way: Way) -> None:
+    """As far as the rule expects, without asking it; which is no measure of what a draft by it takes."""
+    policy = Timed()
+    engine = way.engine("close", policy, max_num_seqs=3)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    work = [([1, 2, 3 + i], params) for i in range(5)]
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    executor = executor_of(engine)
+    assert executor.num_by_heart >= 2
+    assert executor.num_solos > executor.num_by_heart
+    by_heart = [(o, lengths) for o, lengths in zip(policy.outcomes, policy.expected, strict=True) if o.is_by_heart]
+    assert len(by_heart) == executor.num_by_heart
+    for outcome, lengths in by_heart:
+        np.testing.assert_array_equal(outcome.drafted, lengths)
+        assert outcome.draft_s == outcome.verify_s == 0.0
+    check_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("how", ["logits wanted", "a length asked for", "not made alone"])
+def test_a_rule_is_asked_where_no_step_is_made_alone(way: Way, how: str) -> None:
+    """Or nobody would ever learn what it takes."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    work = [([1, 2, 3], params), ([1, 2, 4], params)]
+    if how == "logits wanted":
+        work = [(prompt, replace(params, logprobs=1)) for prompt, _ in work]
+    if how == "a length asked for":
+        work[1] = ([1, 2, 4], replace(params, speculation=2))
+    policy = Ruled(rule_of_many_lengths, length=7)
+    engine = way.engine("close", policy, max_num_seqs=2)
+    executor = executor_of(engine)
+    executor.makes_solos = how != "not made alone"
+    for one in work:
+        engine.add(*one)
+    run(engine)
+    assert executor.num_by_heart <= (0 if how != "a length asked for" else 2)
+    assert sum(not outcome.is_by_heart for outcome in policy.outcomes) > 5
 
 
 def test_a_step_that_others_took_the_memory_of_is_dropped(way: Way) -> None:
     """Blocks beyond a request's tokens may be given to others, and it gets new ones."""
+    way.monkeypatch.setattr(device_executor, "_MOST_BY_HEART", 0)
     engine = way.engine("target", Ruled(rule_always, length=7), max_num_seqs=2)
     executor = executor_of(engine)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -225,6 +281,7 @@ class RuledAtTimes(Ruled):
 
 @pytest.mark.parametrize("says_so", [True, False])
 def test_another_plan_is_followed_a_step_later_where_one_has_been_made(way: Way, says_so: bool) -> None:
+    way.monkeypatch.setattr(device_executor, "_MOST_BY_HEART", 0)
     policy = RuledAtTimes(says_so)
     engine = way.engine("close", policy, max_num_seqs=2)
     work = [([1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for i in range(2)]

@@ -45,7 +45,15 @@ from dsde.engine.executor import (
     propose,
 )
 from dsde.engine.scheduler import Schedule, blocks_for
-from dsde.engine.solo import Solo, SoloSetting, most_rows, solo_rule, told_proposals
+from dsde.engine.solo import (
+    Solo,
+    SoloSetting,
+    can_go_by_heart,
+    expected_lengths,
+    most_rows,
+    solo_rule,
+    told_proposals,
+)
 from dsde.engine.verification_sheet import Answer, logit_places, write_judged, write_tokens
 from dsde.models.batch import BLOCK_SIZE
 from dsde.models.buckets import MOST_GRAPH_TOKENS, power_of_2, ragged_bucket, ragged_buckets
@@ -56,6 +64,9 @@ from dsde.verification.synthetic import table
 
 IntArray = NDArray[np.int64]
 
+_MOST_BY_HEART = 3
+"""steps in a row that are drafted as far as a rule expects instead of by it: if there are more, no step is made alone,
+and somebody has to learn what the rule takes"""
 _MOST_REHEARSED = 8
 """drafted tokens of a sequence, on average, in verifications that are rehearsed"""
 
@@ -87,6 +98,8 @@ class DeviceFlight:
     is_cold: bool
     """as in Landing"""
     is_padded: bool
+    """likewise"""
+    is_by_heart: bool = False
     """likewise"""
 
     is_followed: bool = False
@@ -194,6 +207,10 @@ class DeviceExecutor:
         """steps that the device made alone, and that counted"""
         self.num_dropped = 0
         """those that did not"""
+        self.num_by_heart = 0
+        """steps that were drafted as far as a rule expected, without asking it"""
+        self._num_by_heart = 0
+        """of them, those since a step was last made alone"""
         self._solo: Solo | None = None
         self._solo_turn = 0
         self._solo_settings: dict[tuple[object, ...], SoloSetting] = {}
@@ -240,10 +257,26 @@ class DeviceExecutor:
         # Whatever is cut off or read besides is known later, or not prepared quickly.
         can_foresee = wish.budget is None and not work.prefills
         verification = _Verification(prepare, lambda prepared: self._queue(prepared, timing), self.drafts, can_foresee)
-        proposals, known = self._draft(work.decodes, slots[: len(work.decodes)], wish, timing, verification)
+        is_by_heart = self._goes_by_heart(wish)
+        proposals, known = self._draft(
+            work.decodes, slots[: len(work.decodes)], wish, timing, verification, is_by_heart
+        )
         flight = self._verify(work, slots, wish, proposals, known, verification.of(proposals), timing)
-        flight.is_padded = flight.is_padded or solo is not None  # its draft began before anybody looked at the clock
+        # A draft that follows on a dropped one began before anybody looked at the clock.
+        flight.is_padded = flight.is_padded or solo is not None or is_by_heart
+        flight.is_by_heart = is_by_heart
         return flight
+
+    def _goes_by_heart(self, wish: DraftWish) -> bool:
+        """Whether to draft as far as the rule expects instead of asking it. Where a device makes steps alone, one that
+        it cannot make, since somebody joins or has to read, is queued as a whole: to hear of every decision takes
+        longer than it is worth."""
+        is_wanted = self.makes_solos and self._can_be_alone and wish.is_steady and can_go_by_heart(wish)
+        if not is_wanted or self._num_by_heart >= _MOST_BY_HEART:
+            return False
+        self._num_by_heart += 1
+        self.num_by_heart += 1
+        return True
 
     def _take_solo(self, solo: Solo, work: Schedule, slots: IntArray, wish: DraftWish) -> DeviceFlight:
         """The step has been made already."""
@@ -252,6 +285,7 @@ class DeviceExecutor:
         assert self.drafter is not None
         self.drafter.forget_ahead()
         self.num_solos += 1
+        self._num_by_heart = 0
         self._look_ahead(work, slots, flight, solo.caps)
         return flight
 
@@ -430,9 +464,12 @@ class DeviceExecutor:
         wish: DraftWish,
         timing: Timing,
         verification: _Verification,
+        is_by_heart: bool,
     ) -> tuple[DeviceProposals, IntArray | None]:
         """What is drafted, and the tokens themselves where the host knows them."""
-        drafter, lengths = self.host.drafter, wish.lengths
+        drafter, lengths, stop = self.host.drafter, wish.lengths, wish.stop
+        if is_by_heart:
+            lengths, stop = expected_lengths(wish), None
         if drafter is None or not lengths.any():
             if self.drafter is not None:
                 self.drafter.forget_ahead()
@@ -443,9 +480,7 @@ class DeviceExecutor:
             if wish.stop is not None and len(decodes) <= MOST_ALONE:
                 num_rows = len(decodes) * (LONGEST_SOLO + 1)  # in one place, however far they go
             self.drafter.make_room(num_rows, len(decodes))
-            drafts = self.drafter.propose(
-                decodes, slots, lengths, timing.begin, wish.stop, wish.is_watched, verification
-            )
+            drafts = self.drafter.propose(decodes, slots, lengths, timing.begin, stop, wish.is_watched, verification)
             return self._cut(drafts, wish), None
         proposals = propose(drafter, decodes, wish)
         valid = np.arange(proposals.tokens.shape[1]) < proposals.lengths[:, None]
@@ -675,6 +710,7 @@ class DeviceExecutor:
             is_cold=flight.is_cold,
             is_padded=flight.is_padded,
             is_resumed=flight.proposals.is_resumed,
+            is_by_heart=flight.is_by_heart,
         )
 
     def _make_room(self, num_rows: int) -> None:

@@ -100,6 +100,8 @@ class Landing:
     """a pass was larger than it had to be, for once: neither do they"""
     is_resumed: bool = False
     """the draft began from rest, and may have taken longer than one that follows on another"""
+    is_by_heart: bool = False
+    """the rule was not asked: everybody drafted what it expects"""
 
     @property
     def drafting_s(self) -> float:

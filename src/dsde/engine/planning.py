@@ -185,6 +185,7 @@ class Planner:
             num_catch_up_tokens=0 if num_catch_up_tokens is None else int(num_catch_up_tokens.sum()),
             is_resumed=landing.is_resumed,
             is_ruled=plan.plan.stop is not None,
+            is_by_heart=landing.is_by_heart,
         )
         self.policy.observe(outcome)
 

@@ -129,6 +129,19 @@ def _is_by_rule(wish: DraftWish) -> bool:
     )
 
 
+def can_go_by_heart(wish: DraftWish) -> bool:
+    """Whether a rule says of everybody what it expects, of as few as a device serves alone."""
+    is_few = len(wish.lengths) <= MOST_ALONE
+    return is_few and _is_by_rule(wish) and not np.isposinf(wish.stop.offsets).any()  # type: ignore[union-attr]
+
+
+def expected_lengths(wish: DraftWish) -> IntArray:
+    """[sequences] what a rule expects that everybody drafts."""
+    assert isinstance(wish.stop, StopByWorth)
+    assert wish.stop.usual is not None
+    return np.minimum(wish.lengths, wish.stop.usual)
+
+
 class SoloSetting:
     """Steps of up to so many sequences, drafted up to so far: memory, and the program that the device goes through."""
 

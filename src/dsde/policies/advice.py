@@ -21,7 +21,7 @@ class Advice:
     """that it is for: as it was then, and once it is followed as it is"""
     plan: Plan
     planned_rate: float
-    """tokens per second while drafting; 0: nobody drafts, or only to look"""
+    """tokens per second while drafting; 0: not everybody drafts who would, or only to look"""
     rule: StopByWorth | None
     """by which drafts end, or would if somebody looked at them; None: nobody drafts, or only to look"""
     is_probing: bool
@@ -63,18 +63,18 @@ class Advice:
         return replace(self, batch=batch, plan=plan, foregone_s=share * self.foregone_s)
 
     def drafting_on(self, batch: BatchView, places: IntArray) -> Advice:
-        """The same drafts for those who are left of a batch, at these places of it."""
-        rule = self.rule
+        """The same drafts for those who are left of a batch, at these places of it; -1: who was not there has none."""
+        was_there, rule = places >= 0, self.rule
         if rule is not None:
-            usual = None if rule.usual is None else rule.usual[places]
+            usual = None if rule.usual is None else np.where(was_there, rule.usual[places], 0)
             rule = replace(rule, offsets=rule.offsets[places], outlooks=rule.outlooks[places], usual=usual)
         plan = replace(
             self.plan,
-            lengths=np.minimum(self.plan.lengths[places], batch.rooms),
-            predicted=self.plan.predicted[places],
-            votes=self.plan.votes[places],
-            signals={name: values[places] for name, values in self.plan.signals.items()},
+            lengths=np.where(was_there, np.minimum(self.plan.lengths[places], batch.rooms), 0),
+            predicted=np.where(was_there, self.plan.predicted[places], 0.0),
+            votes=self.plan.votes[places] & was_there,
+            signals={name: np.where(was_there, values[places], np.nan) for name, values in self.plan.signals.items()},
             stop=rule if self.is_ruled else None,
         )
-        rate = self.planned_rate * batch.num_sequences / self.batch.num_sequences
+        rate = self.planned_rate * batch.num_sequences / self.batch.num_sequences if was_there.all() else 0.0
         return replace(self, batch=batch, plan=plan, rule=rule, planned_rate=rate)

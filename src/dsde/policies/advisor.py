@@ -259,7 +259,7 @@ class Advisor:
             return
         self.recheck.count(outcome.num_sequences)
         self._reach = min(2 * self._reach, self.max_length)
-        if advice.rule is not None:
+        if advice.rule is not None and not outcome.is_by_heart:
             self._can_rule = self._can_rule and advice.is_ruled == outcome.is_ruled
             if self._can_rule:
                 self._weigh(outcome, advice, advice.rule)

@@ -85,12 +85,14 @@ class Auto(Policy):
                 return self._follow(current, batch)
             if self._num_put_off and not has_met and current.can_be_repeated:
                 return self._follow(current, batch)
-        if (plan := self._rest_on(batch, is_new) or self._draft_on(batch, is_new)) is not None:
+        if (plan := self._rest_on(batch, is_new)) is not None:
             return plan
         # A look was taken into account when the one behind it was planned, whatever it had to read.
         is_expected = self._next is not None and self._next.is_probing
         if self._next is not None and ((has_missed and not is_expected) or not self._next.fits(batch)):
             self._drop_next()
+        if self._next is None and (plan := self._draft_on(batch, is_new)) is not None:
+            return plan
         advice = self._next or self.advisor.advise(batch)
         self._next = None
         self._num_left = self._num_joined = 0
@@ -169,16 +171,17 @@ class Auto(Policy):
 
     def _draft_on(self, batch: BatchView, is_new: BoolArray) -> Plan | None:
         """The same drafts for those who are left of a batch when somebody ends, where there is hardly any time to think
-        of others."""
+        of others. Who has joined meanwhile does not draft yet."""
         current = self._current
-        if current is None or not self._is_pressed or not current.can_be_repeated or is_new.any():
+        if current is None or not self._is_pressed or not current.can_be_repeated:
             return None
-        if batch.slots.size >= current.batch.slots.size:  # nobody has, and there is a plan for them, or time for one
+        # With all who were there nobody has ended, and there was time for another plan.
+        if batch.slots.size >= current.batch.slots.size and not is_new.any():
             return None
         places = self._places(batch, current.batch, is_new)
-        if places is None:
+        if places is None or (places < 0).all():
             return None
-        self._drop_next()
+        self._num_joined += int(np.count_nonzero(is_new))
         return self._follow(current.drafting_on(batch, places), batch)
 
     def _places(self, batch: BatchView, before: BatchView, is_new: BoolArray) -> IntArray | None:

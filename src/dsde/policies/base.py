@@ -180,6 +180,8 @@ class Outcome(_Counted):
     no difference do not say so"""
     is_ruled: bool = False
     """a rule was there to end its drafts, for which a device may have to wait"""
+    is_by_heart: bool = False
+    """but it was not asked, for once: everybody drafted what it expects"""
     is_odd: bool = False
     """its verification went another, slower way than that of drafts of one length, which are favoured: it tells nothing
     of these, nor of the machine"""

@@ -344,7 +344,8 @@ class CostModel:
         if not num_passes:
             self._num_idle += outcome.num_steps
             return
-        self._turn_way(outcome.is_ruled)
+        if not outcome.is_by_heart:
+            self._turn_way(outcome.is_ruled)
         is_ruled = self._is_ruled
         is_behind = _is_behind(outcome)
         self._num_unclean = self._num_unclean + 1 if is_behind else 0

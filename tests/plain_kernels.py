@@ -280,8 +280,7 @@ def decide(
         elif code != Decision.GOES_ON and token not in are_over:
             solo.lengths[sequences[token]] = drawn + code
     if solo is not None:
-        has_ended = [bool(solo.heads[sequences[token], 3]) for token in codes]
-        solo.goes_on[0] = Decision.GOES_ON in codes.values() and not any(has_ended)
+        solo.goes_on[0] = Decision.GOES_ON in codes.values()
         solo.num_passes[0] = drawn + 1
 
 
@@ -370,7 +369,8 @@ def advance(
             heads[sequence, 3] = not ends.isdisjoint(emitted[: accepted + 1]) or context >= total
             memory, most = int(arrays["memories"][sequence]), int(arrays["caps"][sequence])
             assert context <= min(memory, total), "a token that there is no room for"
-            state.caps[sequence] = max(min(most, memory - context, total - context - 1), 0)
+            room = max(min(most, memory - context, total - context - 1), 0)
+            state.caps[sequence] = 0 if heads[sequence, 3] else room
         if arrays["modes"][sequence] == DrawMode.MATCH:
             arrays["counters"][sequence] += accepted + 1
 
@@ -409,8 +409,8 @@ def lay_out(
     for name in ("sources", "slots", "row_sequences", "row_drafts"):
         arrays[name].fill_(-1)
     tables = arrays["tables"].view(-1, table_width)
-    has_ended = bool(state.heads[:count, 3].any())
-    for sequence, length in enumerate([0] * count if has_ended else state.lengths[:count].tolist()):
+    have_ended = bool(state.heads[:count, 3].all())
+    for sequence, length in enumerate(state.lengths[:count].tolist()):
         head, newest, gained, _ = state.heads[sequence].tolist()
         assert 0 <= length <= longest
         arrays["starts"][sequence] = arrays["judged_starts"][sequence] = row
@@ -431,12 +431,12 @@ def lay_out(
         numbers[2 + sequence] = length
     arrays["starts"][count:] = row
     arrays["judged_starts"][count:] = row
-    numbers[0] = GONE if has_ended else state.num_passes[0]
+    numbers[0] = GONE if have_ended else state.num_passes[0]
     numbers[1] = min(time.perf_counter_ns() - int(state.began), 1 << 30)
     sizes = [0, *arrays["sizes"].tolist()]
     assert row <= sizes[-1] or not count
     for i, (least, most) in enumerate(itertools.pairwise(sizes)):
-        fits[i] = least < row <= most and not has_ended
+        fits[i] = least < row <= most and not have_ended
 
 
 def step_on(arrays: dict[str, torch.Tensor], emitted: torch.Tensor, table_width: int) -> None:

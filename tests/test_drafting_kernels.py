@@ -117,9 +117,9 @@ def test_what_is_verified_is_laid_out(num_seqs: int, padded: int, longest: int) 
         told.numbers[:, 1] = told_there.numbers[:, 1]  # the time
         assert torch.equal(told_there.numbers, told.numbers)
         assert torch.equal(told_there.signals, told.signals)
-        has_ended = bool(state.heads[:num_seqs, 3].any())
-        assert fits.sum() == (not has_ended)
-        assert (told.numbers[turn, 0] == GONE) == has_ended
+        have_ended = bool(state.heads[:num_seqs, 3].all())
+        assert fits.sum() == (not have_ended)
+        assert (told.numbers[turn, 0] == GONE) == have_ended
 
 
 def some_state(rng: np.random.Generator, num_seqs: int) -> SoloState:

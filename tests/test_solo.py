@@ -25,6 +25,7 @@ from dsde.drafting.sequence_table import COUNTERS_PER_STEP
 from dsde.engine import device_executor, solo
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
+from dsde.engine.scheduler import Schedule
 from dsde.engine.solo import SoloSetting
 from dsde.models.batch import BLOCK_SIZE, pack
 from dsde.models.decoder import Decoder
@@ -108,6 +109,75 @@ def test_text_is_the_targets_whatever_comes_and_goes(way: Way, seed: int, greedy
     assert executor.num_solos >= 3
     assert executor.num_dropped >= 1
     assert executor.num_by_heart >= 1 or (greedy and seed == 2), "logits are wanted there all the time"
+    check_nothing_is_held(engine)
+
+
+def note_rows(way: Way) -> list[tuple[int, ...]]:
+    """Of every step made alone that counts, for whom of those it was made for."""
+    taken: list[tuple[int, ...]] = []
+    take = DeviceExecutor._take_solo
+
+    def noted(executor: DeviceExecutor, made: solo.Solo, work: Schedule, *rest: Any) -> Any:
+        rows = made.rows_of(work.decodes)
+        assert rows is not None
+        taken.append((len(made.flight.judged), *rows.tolist()))
+        return take(executor, made, work, *rest)
+
+    way.monkeypatch.setattr(DeviceExecutor, "_take_solo", noted)
+    return taken
+
+
+@pytest.mark.parametrize("how", ["its length", "a token", "an abort"])
+@pytest.mark.parametrize("num_waiting", [0, 3])
+def test_a_step_counts_for_those_who_are_left(way: Way, how: str, num_waiting: int) -> None:
+    """Whoever ends in the step before: the others go on without a rejection of a draft that equals its target, and who
+    joins begins a step later."""
+    taken = note_rows(way)
+    policy = Ruled(rule_of_many_lengths, length=7)
+    engine = way.engine("target", policy, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    work = [([3 + i, 1, 4, 1, 5], params) for i in range(4 + num_waiting)]
+    texts = [text for [text] in tokens_of(way.alone(work))]
+    if how == "its length":
+        work[1] = (work[1][0], replace(params, max_tokens=23))
+        texts[1] = texts[1][:23]
+    if how == "a token":
+        end = next(token for place, token in enumerate(texts[1]) if place > 8 and token not in texts[1][:place])
+        work[1] = (work[1][0], replace(params, stop_token_ids=[end]))
+        texts[1] = texts[1][: texts[1].index(end) + 1]
+    names = [engine.add(*one) for one in work]
+    done = {}
+    while engine.has_work:
+        done |= {output.request_id: output for output in engine.step().finished}
+        request = engine.requests.get(names[1])
+        if how == "an abort" and request is not None and request.completions[0].sequence.num_output_tokens > 20:
+            done[names[1]] = engine.abort(names[1])
+    found = [text for [text] in tokens_of([done[name] for name in names])]
+    if how == "an abort":
+        texts[1] = texts[1][: len(found[1])]
+    if how == "a token":
+        found[1], texts[1] = found[1][: len(texts[1]) - 1], texts[1][:-1]
+    assert found == texts
+    assert (4, 0, 2, 3) in taken
+    executor = executor_of(engine)
+    assert executor.num_dropped <= 1 + num_waiting, "when all who are left end"
+    for outcome in policy.outcomes:
+        rooms_were_short = outcome.accepted < outcome.drafted
+        assert rooms_were_short.sum() <= 1, "but for who has ended"
+    check_nothing_is_held(engine)
+
+
+def test_who_joins_begins_a_step_later(way: Way) -> None:
+    """But not for ever: behind the step that had been made."""
+    policy = Ruled(rule_of_many_lengths, length=7)
+    engine = way.engine("target", policy, max_num_seqs=2)
+    for i in range(4):
+        engine.add([3 + i, 1, 4], SamplingParams(temperature=0, max_tokens=30 + 20 * i, ignore_eos=True))
+    num_held = 0
+    while engine.has_work:
+        engine.step()
+        num_held = num_held + 1 if engine.scheduler.has_room else 0
+        assert num_held <= 2
     check_nothing_is_held(engine)
 
 
@@ -325,7 +395,7 @@ def test_a_step_is_made_for_those_who_were_there(way: Way) -> None:
         engine.step()
     executor, (first, second) = executor_of(engine), engine.scheduler.running
     assert executor.has_made([first, second])
-    assert not executor.has_made([first])
+    assert not executor.has_made([first])  # the other has not ended
     assert not executor.has_made([first, engine.scheduler.waiting[0]])
 
 

@@ -230,12 +230,13 @@ class DeviceDrafter:
         is_caught_up: BoolArray,
         verdict: torch.Tensor,
         places: tuple[int, int],
+        rows_of_verdict: IntArray,
     ) -> bool:
         """Queue the first pass of the next step's draft for those who are caught up and whose drafts in this one have
         these lengths, at most; False: there is nobody.
 
-        `verdict` is where the device will find what stood (`places`: start and width of its emitted tokens), in the
-        order of `sequences`.
+        `verdict` is where the device will find what stood (`places`: start and width of its emitted tokens), of each of
+        the `sequences` in its row.
         """
         longest = self.model.config.max_position_embeddings
         # Wherever the verdict ends, the newest token must have a block and a position.
@@ -257,7 +258,7 @@ class DeviceDrafter:
         host, count = sheet.arrays, len(active)
         host["logit_rows"][:count] = rows.starts + NUM_REREAD - 1
         host["judged"].fill(-1)
-        host["judged"][:count] = goes
+        host["judged"][:count] = rows_of_verdict[goes]
         host["num_tokens"][:count] = batch.num_tokens
         host["last_tokens"][:count] = [s.tokens[-1] for s in active]
         host["emitted_start"][0], host["emitted_width"][0] = places

@@ -45,8 +45,8 @@ def advance(
     arrays["emitted_width"] long. Sequence i is row judged[i] of it (-1: padding) and had num_tokens[i] tokens before,
     the last of them last_tokens[i]. Of the `state` heads are written; and in a step that the device makes alone also
     when it began, whether sequences have ended, by the tokens in their parts of arrays["ends"] or for having
-    arrays["totals"] tokens, and how far each may draft: up to its part of arrays["caps"], of arrays["memories"] (tokens
-    that it has memory for), and so that another token fits in behind.
+    arrays["totals"] tokens, and how far each of the others may draft: up to its part of arrays["caps"], of
+    arrays["memories"] (tokens that it has memory for), and so that another token fits in behind.
     """
     pdl = programmatic_launch()
     _advance_kernel[(len(arrays["judged"]),)](
@@ -131,12 +131,10 @@ def decide(
         solo.lengths if solo is not None else arrays["rule"],
         solo.goes_on if solo is not None else arrays["rule"],
         solo.num_passes if solo is not None else arrays["rule"],
-        solo.heads if solo is not None else arrays["rule"],
         solo.caps if solo is not None else arrays["rule"],
         len(arrays["places"]),
         decisions.stride(0),
         SIZE=size,
-        NUM_HEADS=NUM_HEADS,
         SOLO=solo is not None,
         PDL=pdl,
         num_warps=min(8, max(1, size // 32)),
@@ -160,12 +158,10 @@ def _decide_kernel(
     lengths: tl.tensor,
     someone_goes_on: tl.tensor,
     num_passes: tl.tensor,
-    heads: tl.tensor,
     caps: tl.tensor,
     count: tl.tensor,
     decisions_stride: tl.tensor,
     SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
     SOLO: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -222,9 +218,7 @@ def _decide_kernel(
     tl.store(standings + 2 * sequence + 1, log_prob, mask=here)
     if SOLO:
         tl.store(lengths + sequence, drawn + kept.to(tl.int32), mask=alive & (goes_on == 0))
-        # If somebody has ended nobody will ask for this step.
-        num_ended = tl.sum(tl.load(heads + NUM_HEADS * sequence + 3, mask=here, other=0))
-        tl.store(someone_goes_on, ((num_ended == 0) & (tl.sum(goes_on.to(tl.int32)) > 0)).to(tl.int32))
+        tl.store(someone_goes_on, (tl.sum(goes_on.to(tl.int32)) > 0).to(tl.int32))
         tl.store(num_passes, drawn + 1)
     else:
         decision = tl.where(goes_on, _GOES_ON, tl.where(kept, _KEPT, 0))
@@ -328,9 +322,11 @@ def _advance_kernel(
             end = tl.load(ends + NUM_ENDS * sequence + i)
             num_ends += tl.sum(((said == end) & (said >= 0)).to(tl.int32))
         num_left = tl.load(totals + sequence) - context
-        tl.store(heads + NUM_HEADS * sequence + 3, ((num_ends > 0) | (num_left <= 0)).to(tl.int32))
+        has_ended = (num_ends > 0) | (num_left <= 0)
+        tl.store(heads + NUM_HEADS * sequence + 3, has_ended.to(tl.int32))
         room = tl.minimum(tl.load(memories + sequence) - context, num_left - 1)
-        tl.store(caps + sequence, tl.maximum(tl.minimum(tl.load(most + sequence), room), 0))
+        cap = tl.maximum(tl.minimum(tl.load(most + sequence), room), 0)
+        tl.store(caps + sequence, tl.where(has_ended, 0, cap))
     # A seeded sequence's noise belongs to the position, which only now is known.
     is_seeded = tl.load(modes + sequence) == MATCH
     counter = tl.load(counters + sequence)

@@ -23,7 +23,7 @@ NUM_ENDS = 4
 LONGEST_SOLO = 15
 """Tokens that a device drafts without the host, at most."""
 GONE = -1
-"""what is told instead of a number of passes if somebody had ended before"""
+"""what is told instead of a number of passes if all had ended before"""
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ def lay_out(
 ) -> None:
     """Write what the target reads and what is judged, of drafts of up to `longest` tokens that are over, into the
     arrays of a verification; and into `fits` [sizes] which of arrays["sizes"], ascending, is the first that does.
-    It is `told` in row arrays["turn"], with the draft store's `signals`. If somebody has ended none fits, and there are
+    It is `told` in row arrays["turn"], with the draft store's `signals`. If all have ended none fits, and there are
     GONE passes."""
     pdl = programmatic_launch()
     num_seqs, num_rows = len(arrays["contexts"]), len(arrays["tokens"])
@@ -280,9 +280,9 @@ def _lay_out_kernel(
     num = tl.load(count)
     sequence = tl.arange(0, SEQS)
     active = sequence < num
-    # If somebody has ended nobody will ask for this step, there is no need for it, and not all lengths are known.
-    num_ended = tl.sum(tl.load(heads + NUM_HEADS * sequence + 3, mask=active, other=0))
-    length = tl.load(drafted + sequence, mask=active & (num_ended == 0), other=0)
+    # Who has ended drafts nothing and rides along; if nobody is left there is no need for this step.
+    has_somebody = tl.sum(tl.load(heads + NUM_HEADS * sequence + 3, mask=active, other=0)) < num
+    length = tl.load(drafted + sequence, mask=active, other=0)
     head = tl.load(heads + NUM_HEADS * sequence, mask=active, other=0)
     newest = tl.load(heads + NUM_HEADS * sequence + 1, mask=active, other=0)
     count_of = tl.where(active, length + 1, 0)
@@ -326,9 +326,9 @@ def _lay_out_kernel(
     known = size < num_sizes
     most = tl.load(sizes + size, mask=known, other=0)
     least = tl.load(sizes + size - 1, mask=known & (size > 0), other=-1)
-    tl.store(fits + size, ((total <= most) & (total > least) & (num_ended == 0)).to(tl.int32), mask=known)
+    tl.store(fits + size, ((total <= most) & (total > least) & has_somebody).to(tl.int32), mask=known)
     told += tl.load(turn) * told_stride
-    tl.store(told, tl.where(num_ended > 0, NOBODY, tl.load(num_passes)))
+    tl.store(told, tl.where(has_somebody, tl.load(num_passes), NOBODY))
     if CLOCK:
         tl.store(told + 1, tl.minimum(now - tl.load(began), (1 << 31) - 1).to(tl.int32))
     tl.store(told + 2 + sequence, length, mask=active)

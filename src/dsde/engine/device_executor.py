@@ -106,6 +106,8 @@ class DeviceFlight:
     """another step has been queued that writes to the same places"""
     turn: int | None = None
     """in which the device tells what it has drafted alone, known when it has landed; None: the host knows"""
+    rows: IntArray | None = None
+    """[judged] where they are in the verdict, if it was made for others as well"""
 
     @property
     def num_catch_up_tokens(self) -> IntArray | None:
@@ -280,21 +282,25 @@ class DeviceExecutor:
 
     def _take_solo(self, solo: Solo, work: Schedule, slots: IntArray, wish: DraftWish) -> DeviceFlight:
         """The step has been made already."""
-        flight = solo.flight
-        flight.wish, flight.finish = wish, self._finish_solo
+        flight, rows = solo.flight, solo.rows_of(work.decodes)
         assert self.drafter is not None
+        assert rows is not None
+        flight.wish, flight.finish, flight.judged, flight.rows = wish, self._finish_solo, work.decodes, rows
         self.drafter.forget_ahead()
         self.num_solos += 1
         self._num_by_heart = 0
-        self._look_ahead(work, slots, flight, solo.caps)
+        self._look_ahead(work, slots, flight, solo.caps[rows])
         return flight
 
     def _look_ahead(self, work: Schedule, slots: IntArray, flight: DeviceFlight, num_drafted: IntArray) -> None:
         """While the host looks at the verdict the device makes the next step, or the draft reads what stood. Drafts of
         this step have these lengths, at most."""
-        if self.drafter is None or flight.proposals.is_caught_up is None:
+        caught_up = flight.proposals.is_caught_up
+        if self.drafter is None or caught_up is None:
             return
-        if not self._queue_solo(work, slots, flight, num_drafted):
+        # Where others have ended the next step is left to the host: mostly somebody joins in it.
+        is_whole = flight.rows is None or len(flight.rows) == len(caught_up)
+        if not is_whole or not self._queue_solo(work, slots, flight, num_drafted):
             self._read_ahead(work.decodes, slots[: len(work.decodes)], flight, num_drafted)
 
     def _queue_solo(self, work: Schedule, slots: IntArray, flight: DeviceFlight, num_drafted: IntArray) -> bool:
@@ -405,7 +411,7 @@ class DeviceExecutor:
                 self.passes.rehearse(shape, _more_arrays_of_graph(shape))
 
     def has_made(self, decodes: list[Sequence]) -> bool:
-        return self._solo is not None and self._solo.is_of(decodes)
+        return self._solo is not None and self._solo.rows_of(decodes) is not None
 
     def follow(self, flight: Flight) -> Flight | None:
         if not isinstance(flight, DeviceFlight) or flight.drafted.any() or flight.entry is None:
@@ -609,8 +615,9 @@ class DeviceExecutor:
         emitted, caught_up = flight.read.findings.emitted, flight.proposals.is_caught_up
         assert self.drafter is not None
         assert caught_up is not None
+        rows = np.arange(len(decodes)) if flight.rows is None else flight.rows
         places = (int(emitted.storage_offset()), emitted.shape[1])
-        if self.drafter.read_ahead(decodes, slots, most, caught_up, self._findings, places):
+        if self.drafter.read_ahead(decodes, slots, most, caught_up[rows], self._findings, places, rows):
             flight.timing.read_ahead()
 
     def _variant(self, slots: IntArray, drafted: IntArray, point_mass: bool, in_parts: bool) -> _Variant:
@@ -667,15 +674,16 @@ class DeviceExecutor:
 
     def _finish_solo(self, flight: DeviceFlight) -> Landing:
         assert flight.turn is not None
+        assert flight.rows is not None
         flight.timing.judged.wait()
-        caught_up = flight.proposals.is_caught_up
-        assert caught_up is not None
-        flight.proposals, draft_s = told_proposals(self._told, flight.turn, caught_up)
+        were_caught_up, rows = flight.proposals.is_caught_up, flight.rows
+        assert were_caught_up is not None
+        flight.proposals, draft_s = told_proposals(self._told, flight.turn, were_caught_up, rows)
         if not flight.wish.lengths.any():  # nobody had room, and nothing but that is to be told of it
             flight.proposals.num_passes, flight.is_padded = 0, True
         flight.drafted = flight.proposals.lengths
         flight.num_judged_rows = int(flight.drafted.sum()) + len(flight.judged)
-        for i in np.flatnonzero(caught_up).tolist():
+        for i in np.flatnonzero(were_caught_up[rows]).tolist():
             sequence, length = flight.judged[i], int(flight.drafted[i])
             sequence.num_draft_computed = len(sequence.tokens) + max(length - 1, 0)
         return self._describe(flight, flight.timing.seconds_alone(draft_s))
@@ -684,13 +692,14 @@ class DeviceExecutor:
         return self._describe(flight, flight.timing.seconds(None if flight.is_followed else flight.read.moment))
 
     def _describe(self, flight: DeviceFlight, seconds: Seconds) -> Landing:
-        count, drafted, answer = len(flight.judged), flight.drafted, flight.answer
-        accepted = answer.accepted[:count].astype(np.int64)
-        emitted = answer.emitted[:count].tolist()
+        drafted, answer = flight.drafted, flight.answer
+        rows = slice(len(flight.judged)) if flight.rows is None else flight.rows
+        accepted = answer.accepted[rows].astype(np.int64)
+        emitted = answer.emitted[rows].tolist()
         klds = entropies = np.empty(0)
         if answer.klds.shape[1] and drafted.any():
             valid = np.arange(answer.klds.shape[1]) < drafted[:, None]
-            klds, entropies = answer.klds[:count][valid].astype(float), answer.entropies[:count][valid].astype(float)
+            klds, entropies = answer.klds[rows][valid].astype(float), answer.entropies[rows][valid].astype(float)
         verdict = Verdict(
             accepted,
             [row[: length + 1] for row, length in zip(emitted, accepted.tolist(), strict=True)],

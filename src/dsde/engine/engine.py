@@ -289,9 +289,11 @@ class Engine:
         self._release_slots()
         times.append(time.perf_counter())
         # What a device has made already by the last plan need not be in vain because the next one is another.
-        is_late = self.executor.has_made(work.decodes) and not work.prefills and not self.policy.rules_on()
-        if is_late and self._latest_plan is not None:
-            plan = self.planner.repeat(self._latest_plan, work.decodes)
+        latest = self._latest_plan
+        is_known = latest is not None and len(latest.planned) == len(work.decodes)
+        is_late = is_known and self.executor.has_made(work.decodes) and not work.prefills and not self.policy.rules_on()
+        if is_late and latest is not None:
+            plan = self.planner.repeat(latest, work.decodes)
         else:
             plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills))
         self._latest_plan = plan
@@ -349,7 +351,9 @@ class Engine:
         return emissions
 
     def _schedule(self) -> Schedule:
-        work = self.scheduler.schedule()
+        # Whoever takes the place of one that has ended begins a step later, if the others' has been made already.
+        admits = not (self.scheduler.has_room and self.executor.has_made(self.scheduler.running))
+        work = self.scheduler.schedule(admits)
         now = time.perf_counter()
         for sequence in work.preempted:
             self.requests[sequence.request_id].metrics.num_preemptions += 1

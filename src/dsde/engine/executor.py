@@ -144,7 +144,7 @@ class Executor(Protocol):
         """Prepare for steps of up to so many sequences whose drafts a rule may end anywhere. Nothing is under way."""
 
     def has_made(self, decodes: list[Sequence]) -> bool:
-        """Whether a device has begun with the next step of these already, by the rule of the last."""
+        """Whether the next step has been made, before anybody planned it, for these and others who have ended since."""
 
     def follow(self, flight: Flight) -> Flight | None:
         """Launch the step after `flight`, whose verdict nobody has seen yet: the same sequences, each with its next

@@ -54,7 +54,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_by_arrival)
 
-    def schedule(self) -> Schedule:
+    def schedule(self, admits: bool = True) -> Schedule:
         work = Schedule()
         self._schedule_decodes(work)
         # Never nothing: however many decode, those whose prompt is being read must come to an end of it.
@@ -62,9 +62,9 @@ class Scheduler:
         for sequence in self.running:
             if budget > 0 and sequence.num_pending > 1:
                 budget -= self._schedule_chunk(work, sequence, budget)
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while admits and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            if not self._admit(sequence):
+            if not self._admit(sequence) and not (self._trim() and self._admit(sequence)):
                 break
             self.waiting.pop(0)
             insort(self.running, sequence, key=_by_arrival)
@@ -83,7 +83,7 @@ class Scheduler:
 
     def settle(self, sequence: Sequence) -> None:
         """After a step: give back look-ahead that was not used, and let others share what is full."""
-        self._keep(sequence, 0 if self.has_room else self.num_spare)
+        self._keep(sequence, self.num_spare)
         if sequence.num_computed // BLOCK_SIZE > sequence.num_registered_blocks:
             self._register(sequence, sequence.num_computed)
         num_draft_full = sequence.num_draft_computed // BLOCK_SIZE
@@ -93,17 +93,18 @@ class Scheduler:
             self.pool.draft_valid[sequence.block_table[place]] = True
         sequence.num_draft_shared_blocks = num_draft_full
 
-    def _keep(self, sequence: Sequence, num_spare: int) -> None:
-        """Blocks for its tokens and so many more, at most."""
+    def _keep(self, sequence: Sequence, num_spare: int) -> bool:
+        """Blocks for its tokens and so many more, at most; whether it had others."""
         keep = blocks_for(len(sequence.tokens) + num_spare)
-        if len(sequence.block_table) > keep:
-            self.pool.release(sequence.block_table[keep:])
-            del sequence.block_table[keep:]
+        if len(sequence.block_table) <= keep:
+            return False
+        self.pool.release(sequence.block_table[keep:])
+        del sequence.block_table[keep:]
+        return True
 
-    def _trim(self) -> None:
-        """Nobody keeps blocks to spare. Only between steps."""
-        for sequence in self.running:
-            self._keep(sequence, 0)
+    def _trim(self) -> bool:
+        """Nobody keeps blocks to spare; whether somebody did. Only between steps."""
+        return any([self._keep(sequence, 0) for sequence in self.running])
 
     @property
     def has_room(self) -> bool:

@@ -4,8 +4,8 @@ The device reads what stood, drafts until the rule that the last step was planne
 target verify them, while the host is still busy with the step before. When it comes to plan this one it has been made,
 and counts if it is what is wanted; otherwise it is dropped and made anew. Drafts may end anywhere, whoever says so, so
 the text stays the target's. Near the end of a request, or of its memory, they are as long as there is room, if only it
-reads on. The target's pass is one of a few sizes, of which the device takes the first that does; if somebody's text has
-ended it takes none. Knows nothing of policies.
+reads on. Whose text has ended rides along, and the step counts for the others. The target's pass is one of a few sizes,
+of which the device takes the first that does. Knows nothing of policies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsde.core.sequence import Sequence
+from dsde.core.sequence import Sequence, Status
 from dsde.core.stops import StopByWorth
 from dsde.device.program import Program
 from dsde.device.staging import Sheet
@@ -59,33 +59,34 @@ class Solo:
     num_changes: tuple[int, ...]
     """of all that graphs point to, before it was queued"""
 
-    def is_of(self, sequences: list[Sequence]) -> bool:
+    def rows_of(self, sequences: list[Sequence]) -> IntArray | None:
+        """[sequences] where they are in it, if they are all that it was made for and that have not ended since."""
         judged = self.flight.judged
-        return len(sequences) == len(judged) and all(a is b for a, b in zip(sequences, judged, strict=True))
+        left = [row for row, sequence in enumerate(judged) if sequence.status is not Status.FINISHED]
+        is_same = len(sequences) == len(left) and all(a is judged[row] for a, row in zip(sequences, left, strict=True))
+        return np.array(left, dtype=np.int64) if left and is_same else None
 
     def is_wanted(self, work: Schedule, wish: DraftWish, num_changes: tuple[int, ...]) -> bool:
         """Whether the step that has been planned now is like this one: a rule may have moved a little since."""
         # Where nobody has room for a draft any more the device has made none.
         is_alike = _is_by_rule(wish) or all(sequence.num_left == 1 for sequence in work.decodes)
-        return (
-            not work.prefills
-            and self.is_of(work.decodes)
-            and is_alike
-            and num_changes == self.num_changes
-            and all(s.block_table[: len(held)] == held for s, held in zip(work.decodes, self.blocks, strict=True))
-        )
+        rows = self.rows_of(work.decodes)
+        if work.prefills or rows is None or not is_alike or num_changes != self.num_changes:
+            return False
+        held = [self.blocks[row] for row in rows.tolist()]
+        return all(s.block_table[: len(mine)] == mine for s, mine in zip(work.decodes, held, strict=True))
 
 
-def told_proposals(told: Told, turn: int, is_caught_up: BoolArray) -> tuple[DeviceProposals, float]:
-    """What was drafted for sequences of whom the draft had read everything, or not; which by now the device has told,
-    and how many seconds that took."""
+def told_proposals(told: Told, turn: int, is_caught_up: BoolArray, kept: IntArray) -> tuple[DeviceProposals, float]:
+    """What was drafted for the `kept` of sequences of whom the draft had read everything, or not; which by now the
+    device has told, and how many seconds that took."""
     count = len(is_caught_up)
     num_passes, draft_ns, *lengths = told.numbers[turn, : 2 + count].tolist()
     if num_passes == GONE:
-        raise RuntimeError("The device took a text for ended that goes on.")
-    drafted, depths = np.array(lengths, dtype=np.int64), np.arange(max(lengths))
-    rows = np.where(depths < drafted[:, None], depths * count + np.arange(count)[:, None], -1)
-    proposals = DeviceProposals(drafted, rows, is_caught_up=is_caught_up, num_passes=num_passes)
+        raise RuntimeError("The device took texts for ended that go on.")
+    drafted, depths = np.array(lengths, dtype=np.int64)[kept], np.arange(max(lengths))
+    rows = np.where(depths < drafted[:, None], depths * count + kept[:, None], -1)
+    proposals = DeviceProposals(drafted, rows, is_caught_up=is_caught_up[kept], num_passes=num_passes)
     proposals.signals = told.signals[turn].numpy()
     return proposals, 1e-9 * draft_ns
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -81,4 +83,6 @@ def test_it_fits_the_same_batch_alone() -> None:
         assert not told.fits(other)
     prompts = batch([4, 5, 6, 7])
     prompts.num_prompt_tokens = 8
-    assert not told.fits(prompts)
+    assert told.fits(prompts), "which are read anyway"
+    for other in (replace(told, is_doubtful=True), replace(told, rule=None)):
+        assert not other.fits(prompts)

@@ -104,7 +104,7 @@ class Scheduler:
 
     def _trim(self) -> bool:
         """Nobody keeps blocks to spare; whether somebody did. Only between steps."""
-        return any([self._keep(sequence, 0) for sequence in self.running])
+        return sum(self._keep(sequence, 0) for sequence in self.running) > 0
 
     @property
     def has_room(self) -> bool:

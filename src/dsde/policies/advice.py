@@ -46,11 +46,9 @@ class Advice:
 
     def fits(self, batch: BatchView) -> bool:
         mine = self.batch
-        return (
-            mine.num_decoding == batch.num_decoding
-            and mine.num_prompt_tokens == batch.num_prompt_tokens
-            and np.array_equal(mine.slots, batch.slots)
-        )
+        # Drafts that pay do so beside prompts as well, which are read anyway.
+        is_alike = mine.num_prompt_tokens == batch.num_prompt_tokens or self.can_be_repeated
+        return is_alike and mine.num_decoding == batch.num_decoding and np.array_equal(mine.slots, batch.slots)
 
     def resting_on(self, batch: BatchView, places: IntArray, num_resting: int) -> Advice:
         """The same rest for others: [batch] `places` are where they were in the batch before, -1: nowhere."""

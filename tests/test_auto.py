@@ -1363,6 +1363,29 @@ def test_under_pressure_who_is_left_drafts_on(is_pressed: bool, ruled: bool) -> 
     assert policy.num_thoughts == before + 2
 
 
+def test_under_pressure_many_who_join_one_after_the_other_are_thought_of() -> None:
+    rng = np.random.default_rng(0)
+    policy = Thinking(cost=Known(MEMORY_BOUND))
+
+    def step() -> Plan:
+        plan = policy.plan(batch(8))
+        lengths = plan.lengths
+        policy.observe(outcome(lengths.tolist(), lengths.tolist(), rng.random((int(lengths.sum()), 3)), verify_s=4e-3))
+        return plan
+
+    for _ in range(30):
+        assert step() is not None
+        policy.settle(is_pressed=True)
+    before = policy.num_thoughts
+    for slot in range(4):
+        policy.forget(np.array([slot]))
+        assert not step().lengths[: slot + 1].any()
+    assert policy.num_thoughts == before
+    policy.forget(np.array([4]))
+    assert step().lengths.all()
+    assert policy.num_thoughts == before + 1
+
+
 def test_under_pressure_drafts_that_no_longer_pay_are_stopped() -> None:
     """What was thought of is used, the batch being the same."""
     rng = np.random.default_rng(0)

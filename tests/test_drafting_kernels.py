@@ -40,7 +40,7 @@ def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int,
     arrays["judged"][:num_seqs] = torch.arange(num_seqs)
     arrays["num_tokens"][:num_seqs] = torch.from_numpy(rng.integers(1, (TABLE_WIDTH - 1) * BLOCK_SIZE, num_seqs))
     arrays["emitted_start"][0], arrays["emitted_width"][0] = padded, 4
-    arrays["ends"][:] = torch.from_numpy(rng.integers(3, 12, NUM_ENDS * padded))  # some of which are said
+    arrays["ends"][:] = torch.from_numpy(rng.integers(3, 8, NUM_ENDS * padded))  # some of which are said
     verdict = torch.from_numpy(rng.integers(0, 4, padded * 5, dtype=np.int32))
     contexts = arrays["num_tokens"] + verdict[:padded] + 1
     for name, most in (("caps", 16), ("memories", 12), ("totals", 12)):  # some have no room, and some have ended
@@ -56,6 +56,9 @@ def test_reading_on_leaves_alone_what_is_not_its_own(num_seqs: int, padded: int,
     assert torch.equal(there.caps.cpu(), state.caps)
     assert is_solo or not state.heads[:, 3].any()
     assert is_solo or not state.caps.any()
+    if is_solo and num_seqs > 4:
+        has_room = torch.minimum(arrays["memories"] - contexts, arrays["totals"] - contexts - 1) > 0
+        assert (state.heads[:, 3].bool() & has_room & (arrays["caps"] > 0))[:num_seqs].any(), "ended by what was said"
 
 
 @pytest.mark.parametrize(("num_seqs", "padded"), [(1, 1), (2, 2), (3, 4), (8, 8)])

@@ -15,7 +15,7 @@ from scipy import stats
 pytest.importorskip("triton")
 
 import plain_kernels
-from dsde import SamplingParams
+from dsde import RequestOutput, SamplingParams
 from dsde.core.stops import Stop, StopByWorth
 from dsde.device.program import Program, ProgramError
 from dsde.drafting import device as drafting_device
@@ -23,8 +23,10 @@ from dsde.drafting.foresight import Foresight
 from dsde.drafting.ruling import Ruling
 from dsde.drafting.sequence_table import COUNTERS_PER_STEP
 from dsde.engine import device_executor, solo
+from dsde.engine.clock import Timing
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
+from dsde.engine.executor import Seconds
 from dsde.engine.scheduler import Schedule
 from dsde.engine.solo import SoloSetting
 from dsde.models.batch import BLOCK_SIZE, pack
@@ -164,7 +166,81 @@ def test_a_step_counts_for_those_who_are_left(way: Way, how: str, num_waiting: i
     for outcome in policy.outcomes:
         rooms_were_short = outcome.accepted < outcome.drafted
         assert rooms_were_short.sum() <= 1, "but for who has ended"
+        assert outcome.num_draft_passes <= outcome.drafted.max(initial=0) + 1
     check_nothing_is_held(engine)
+
+
+def klds_by_place(output: RequestOutput) -> dict[int, float]:
+    """Of tokens whose draft had stood before them, so that they follow on the text, wherever it was drafted from."""
+    steps = output.metrics.trace or ()
+    return {step.num_tokens + i: step.klds[i] for step in steps for i in range(min(step.accepted + 1, step.drafted))}
+
+
+def test_a_step_for_fewer_than_it_was_made_for_is_no_measure(way: Way) -> None:
+    """Nor are the divergences of others in it those of who is left."""
+    taken = note_rows(way)
+    # Where there is no clock nothing takes any time.
+    way.monkeypatch.setattr(Timing, "seconds_alone", lambda *_: Seconds(draft=1.0, target=1.0))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [[3 + i, 1, 4, 1, 5] for i in range(3)]
+    policy = Ruled(rule_of_many_lengths, length=7)
+    engine = way.engine("close", policy, max_num_seqs=3)
+    names = [engine.add(prompt, params, trace=True) for prompt in prompts]
+    done: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        done |= {output.request_id: output for output in engine.step().finished}
+        if len(taken) == 4 and names[0] in engine.requests:
+            engine.abort(names[0])
+    assert taken[4] == (3, 1, 2)
+    by_rule = [outcome for outcome in policy.outcomes if not outcome.is_by_heart]
+    partial = next(outcome for outcome in by_rule if outcome.slots.size == 2)
+    assert partial.draft_s == partial.verify_s == 0.0
+    assert sum(outcome.verify_s > 0 for outcome in by_rule) > 5
+    for name, prompt in zip(names[1:], prompts[1:], strict=True):
+        alone = way.engine("close", Ruled(rule_of_many_lengths, length=7), max_num_seqs=1)
+        alone.add(prompt, params, trace=True)
+        [output] = run(alone).values()
+        found, expected = klds_by_place(done[name]), klds_by_place(output)
+        common = sorted(found.keys() & expected.keys())
+        assert len(common) > 20
+        np.testing.assert_allclose([found[i] for i in common], [expected[i] for i in common], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("usual", [(0, 2), (0, 0)])
+def test_by_heart_everybody_reads_on(way: Way, usual: tuple[int, int]) -> None:
+    """Whoever did not could not be in a step that the device makes alone."""
+
+    def rule(count: int) -> Stop:
+        return replace(rule_always(count), usual=np.array(usual[:count]))  # type: ignore[type-var]
+
+    engine = way.engine("target", Ruled(rule, length=3), max_num_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    work = [([1, 2, 3 + i], params) for i in range(2)]
+    check_same(way.alone(work), answers_together(engine, work, seed=0))
+    executor = executor_of(engine)
+    assert 1 <= executor.num_by_heart <= 2
+    assert executor.num_solos > 8
+
+
+def test_a_plan_for_more_is_not_repeated_where_somebody_ends(way: Way) -> None:
+    """Although the policy would have another one, and a step has been made by the last."""
+    taken = note_rows(way)
+    policy = Ruled(rule_of_many_lengths, length=7)
+    engine = way.engine("target", policy, max_num_seqs=3)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    work = [([3 + i, 1, 4], params) for i in range(3)]
+    names = [engine.add(*one) for one in work]
+    while len(taken) < 4:
+        engine.step()
+    assert executor_of(engine)._solo is not None
+    engine.abort(names[0])
+    policy.rules_on = lambda: False  # type: ignore[method-assign]
+    engine.step()
+    engine.step()
+    assert taken[4] == (3, 1, 2)
+    assert all(outcome.slots.size == outcome.drafted.size for outcome in policy.outcomes)
+    done = run(engine)
+    assert tokens_of([done[name] for name in names[1:]]) == tokens_of(way.alone(work[1:]))
 
 
 def test_who_joins_begins_a_step_later(way: Way) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,7 @@ def outcome_of(num_drafted: int, step_s: float, num_steps: int = 1) -> Outcome:
         accepted=np.zeros(8, np.int64),
         klds=np.empty(0),
         temperatures=np.zeros(8),
+        draft_signals=np.full((8 * num_drafted, 3), 0.5),
         draft_s=0.001 * num_drafted,
         verify_s=0.004,
         step_s=step_s,
@@ -98,6 +100,17 @@ def test_a_step_between_drafts_is_no_measure_of_a_rest() -> None:
     see(outcome_of(1, step_s=0.005))
     see(outcome_of(0, step_s=64 * 0.005, num_steps=64))
     assert auto.advisor.surplus.token_s(8)[0] < 0.0016 / 8, "and so are many together"
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_draft_that_begins_from_rest_is_no_measure_of_others(is_resumed: bool) -> None:
+    auto = Auto()
+    batch = BatchView(np.arange(8), np.full(8, 100), np.zeros(8), 8)
+    for _ in range(100):
+        outcome = outcome_of(1, step_s=0.009)
+        outcome.is_resumed = is_resumed
+        auto.advisor.learn(outcome, replace(auto.advisor.advise(batch), is_probing=False))
+    assert (auto.advisor.surplus.token_s(8)[1] > 0) == (not is_resumed)
 
 
 @pytest.mark.parametrize("end_ms", [0.0, 2.0])

@@ -286,6 +286,8 @@ class DeviceExecutor:
         assert self.drafter is not None
         assert rows is not None
         flight.wish, flight.finish, flight.judged, flight.rows = wish, self._finish_solo, work.decodes, rows
+        # Those who have ended were in it, too, and might have drafted if the device did not know.
+        flight.is_padded = flight.is_padded or len(rows) < len(solo.caps)
         self.drafter.forget_ahead()
         self.num_solos += 1
         self._num_by_heart = 0
@@ -678,7 +680,7 @@ class DeviceExecutor:
         flight.timing.judged.wait()
         were_caught_up, rows = flight.proposals.is_caught_up, flight.rows
         assert were_caught_up is not None
-        flight.proposals, draft_s = told_proposals(self._told, flight.turn, were_caught_up, rows)
+        flight.proposals, draft_s = told_proposals(self._told, flight.turn, len(were_caught_up), rows)
         if not flight.wish.lengths.any():  # nobody had room, and nothing but that is to be told of it
             flight.proposals.num_passes, flight.is_padded = 0, True
         flight.drafted = flight.proposals.lengths

@@ -29,8 +29,8 @@ from dsde.verification.synthetic import SyntheticRates
 IntArray = NDArray[np.int64]
 
 MOST_ALONE = 8
-"""Sequences of a step that a device makes without the host, at most: if one of them ends it was in vain, and the more
-there are the oftener that happens."""
+"""Sequences of a step that a device makes without the host, at most: if one of them ends the next one is left to the
+host, and the more there are the oftener that happens."""
 
 
 @dataclass(slots=True)

@@ -77,16 +77,16 @@ class Solo:
         return all(s.block_table[: len(mine)] == mine for s, mine in zip(work.decodes, held, strict=True))
 
 
-def told_proposals(told: Told, turn: int, is_caught_up: BoolArray, kept: IntArray) -> tuple[DeviceProposals, float]:
-    """What was drafted for the `kept` of sequences of whom the draft had read everything, or not; which by now the
-    device has told, and how many seconds that took."""
-    count = len(is_caught_up)
+def told_proposals(told: Told, turn: int, count: int, kept: IntArray) -> tuple[DeviceProposals, float]:
+    """What was drafted for the `kept` of so many sequences, which by now the device has told, and how many seconds that
+    took."""
     num_passes, draft_ns, *lengths = told.numbers[turn, : 2 + count].tolist()
     if num_passes == GONE:
         raise RuntimeError("The device took texts for ended that go on.")
     drafted, depths = np.array(lengths, dtype=np.int64)[kept], np.arange(max(lengths))
     rows = np.where(depths < drafted[:, None], depths * count + kept[:, None], -1)
-    proposals = DeviceProposals(drafted, rows, is_caught_up=is_caught_up[kept], num_passes=num_passes)
+    num_passes = min(num_passes, int(drafted.max()) + 1)  # others are for those who have ended
+    proposals = DeviceProposals(drafted, rows, num_passes=num_passes)
     proposals.signals = told.signals[turn].numpy()
     return proposals, 1e-9 * draft_ns
 
@@ -137,10 +137,11 @@ def can_go_by_heart(wish: DraftWish) -> bool:
 
 
 def expected_lengths(wish: DraftWish) -> IntArray:
-    """[sequences] what a rule expects that everybody drafts."""
+    """[sequences] what a rule expects that everybody drafts, and at least a token: whose draft does not read on cannot
+    be in a step that the device makes alone."""
     assert isinstance(wish.stop, StopByWorth)
     assert wish.stop.usual is not None
-    return np.minimum(wish.lengths, wish.stop.usual)
+    return np.minimum(wish.lengths, np.maximum(wish.stop.usual, 1))
 
 
 class SoloSetting:

@@ -240,7 +240,8 @@ def _told_together(told: list[tuple[Outcome, Advice]]) -> Iterator[tuple[Outcome
             continue
         timed = [outcome for outcome in outcomes if outcome.verify_s > 0]
         untimed = [outcome for outcome in outcomes if not outcome.verify_s > 0]
-        for alike in filter(None, (untimed, timed)):
+        # Those first of whom one was the first.
+        for alike in filter(None, (timed, untimed) if outcomes[0].verify_s > 0 else (untimed, timed)):
             verify_s = statistics.median_low(outcome.verify_s for outcome in alike)
             num_steps = sum(outcome.num_steps for outcome in alike)
             prompt_steps = [step for outcome in alike for step in outcome.prompt_steps]

@@ -342,10 +342,9 @@ class CostModel:
                 self._verify.renew(num_verified)
             self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:
-            self._num_idle += outcome.num_steps
+            self._num_idle += 0 if outcome.has_drafts else outcome.num_steps
             return
-        if not outcome.is_by_heart:
-            self._turn_way(outcome.is_ruled)
+        self._turn_way(outcome.is_ruled)
         is_ruled = self._is_ruled
         is_behind = _is_behind(outcome)
         self._num_unclean = self._num_unclean + 1 if is_behind else 0

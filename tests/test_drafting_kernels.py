@@ -135,4 +135,4 @@ def some_state(rng: np.random.Generator, num_seqs: int) -> SoloState:
 
 
 def moved(state: SoloState) -> SoloState:
-    return SoloState(*(getattr(state, field.name).to(DEVICE) for field in fields(state)))
+    return SoloState(*(getattr(state, field.name).to(DEVICE, copy=True) for field in fields(state)))

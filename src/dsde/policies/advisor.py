@@ -24,6 +24,7 @@ from dsde.policies.probe import Probe
 from dsde.policies.recheck import Recheck
 from dsde.policies.sight import Sight, fill_chances
 from dsde.policies.steadiness import Steadiness
+from dsde.policies.stretch import Stretch
 from dsde.policies.surplus import Surplus
 
 NUM_TRIED = 2
@@ -85,6 +86,7 @@ class Advisor:
         self.probe = Probe(cost, max_length, self.lifespan)
         self.recheck = Recheck()
         self.steadiness = Steadiness()
+        self.stretch = Stretch()
         self.surplus = Surplus()
         self.hope = 1.0
         """share of what is usual that is set aside for looking again"""
@@ -147,9 +149,12 @@ class Advisor:
         if pays and not self._can_rule and self.cost.needs_another_length:
             # Nobody ends a draft early, so that there would never be one.
             choice.lengths = np.where(choice.lengths == 1, np.minimum(2, batch.rooms), choice.lengths)
+        longer = self._stretched(batch, choice) if pays and not is_doubtful else None
+        if longer is not None:
+            choice.lengths, self._is_ruled = longer, False
         chosen = choice.lengths if pays else choice.lengths * 0
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
-        planned_rate = num_emitted / choice.seconds if pays else 0.0
+        planned_rate = num_emitted / choice.seconds if pays and longer is None else 0.0
         expected_rate = planned_rate * self._gain
         expected_rate /= 1 + expected_rate * self.surplus.token_s(batch.num_sequences)[True]
         rate = max(expected_rate, choice.rate_off)
@@ -258,6 +263,7 @@ class Advisor:
                 self.recheck.end(outcome.num_sequences, is_as_thought)
             return
         self.recheck.count(outcome.num_sequences)
+        self.stretch.count(outcome.num_sequences)
         self._reach = min(2 * self._reach, self.max_length)
         if advice.rule is not None and not outcome.is_by_heart:
             self._can_rule = self._can_rule and advice.is_ruled == outcome.is_ruled
@@ -403,6 +409,18 @@ class Advisor:
         """What beginning costs beyond what drafting would have saved so far."""
         # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
         return self.cost.begin_s(batch.slots) - self._foregone_of(batch)
+
+    def _stretched(self, batch: BatchView, choice: Choice) -> IntArray | None:
+        """[batch] lengths beyond all that were verified so far, if none beyond those chosen were, and it is time to try
+        some."""
+        if not self._can_rule or not self.stretch.is_due(batch.num_sequences):
+            return None
+        num, longest = batch.num_sequences, int(choice.lengths.max())
+        if self.cost.most_verified // num - 1 > longest:
+            return None
+        lengths = np.where(choice.lengths > 0, np.minimum(2 * longest + 1, batch.rooms), 0)
+        lengths = np.minimum(lengths, self.max_length)
+        return lengths if int(lengths.max()) > longest else None
 
     def _choose(self, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
         return choose(self._menu, self.cost, batch, outlooks, start_s, self.surplus.token_s(batch.num_sequences))

@@ -418,7 +418,7 @@ class Advisor:
         num, longest = batch.num_sequences, int(choice.lengths.max())
         if self.cost.most_verified // num - 1 > longest:
             return None
-        lengths = np.where(choice.lengths > 0, np.minimum(2 * longest + 1, batch.rooms), 0)
+        lengths = np.where(choice.lengths > 0, np.minimum(2 * choice.lengths + 1, batch.rooms), 0)
         lengths = np.minimum(lengths, self.max_length)
         return lengths if int(lengths.max()) > longest else None
 

@@ -257,8 +257,8 @@ def test_who_joins_begins_a_step_later(way: Way) -> None:
     check_nothing_is_held(engine)
 
 
-class Timed(Ruled):
-    """Is told when the device has worked, and notes what it was told."""
+class Expecting(Ruled):
+    """Notes what its rules expect."""
 
     def __init__(self) -> None:
         super().__init__(rule_of_many_lengths, length=7)
@@ -274,7 +274,7 @@ class Timed(Ruled):
 
 def test_what_the_device_cannot_make_alone_is_drafted_by_heart(way: Way) -> None:
     """As far as the rule expects, without asking it; which is no measure of what a draft by it takes."""
-    policy = Timed()
+    policy = Expecting()
     engine = way.engine("close", policy, max_num_seqs=3)
     params = SamplingParams(temperature=0, ignore_eos=True)
     work = [([1, 2, 3 + i], replace(params, max_tokens=40 + 11 * (i % 3))) for i in range(9)]

@@ -102,6 +102,19 @@ def test_a_step_between_drafts_is_no_measure_of_a_rest() -> None:
     assert auto.advisor.surplus.token_s(8)[0] < 0.0016 / 8, "and so are many together"
 
 
+def test_a_step_that_is_made_to_be_measured_is_no_measure_of_a_rest() -> None:
+    """It is made by itself, and waits for the host as well: two at the beginning decided for good."""
+    auto = Auto()
+    batch = BatchView(np.arange(8), np.full(8, 100), np.zeros(8), 8)
+    advice = auto.advisor.advise(batch)
+    assert advice.is_blind
+    for _ in range(3):
+        auto.advisor.learn(outcome_of(0, step_s=0.006), advice)
+    assert auto.advisor.surplus.token_s(8)[0] == 0.0
+    auto.advisor.learn(outcome_of(0, step_s=0.006), replace(advice, is_blind=False))
+    assert auto.advisor.surplus.token_s(8)[0] == pytest.approx(0.002 / 8)
+
+
 @pytest.mark.parametrize("is_resumed", [True, False])
 def test_a_draft_that_begins_from_rest_is_no_measure_of_others(is_resumed: bool) -> None:
     auto = Auto()

@@ -287,9 +287,10 @@ class Advisor:
         """What the step took beyond what was told of it; where that was not typical, beyond what such a step takes."""
         has_drafts, had_drafts = outcome.has_drafts or advice.rule is not None, self._had_drafts
         self._had_drafts = has_drafts
-        # Whoever ends a rest, or begins one, waits for the host. That is the price of a change, not of what follows: a
-        # step without drafts between two with them takes a fifth longer than one of a rest (H200, 8B).
-        is_change = advice.is_probing or outcome.is_resumed if has_drafts else had_drafts
+        # Whoever ends a rest, or begins one, waits for the host, and so does a step that is made only to be measured.
+        # That is the price of a change, not of what follows: a step without drafts by itself takes a fifth longer than
+        # one of a rest (H200, 8B), and whoever took that for what all of them take would never stop drafting.
+        is_change = advice.is_probing or outcome.is_resumed if has_drafts else had_drafts or advice.is_blind
         if not outcome.step_s or (is_change and outcome.num_steps < LEAST_REST):
             return
         usual_s = outcome.draft_s + outcome.verify_s if outcome.verify_s > 0 else self.cost.usual_s(outcome)

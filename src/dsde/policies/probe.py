@@ -6,6 +6,7 @@ learnt from a probe.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,8 @@ MOST_OWED = 512.0
 """steps without drafts: a machine may have slept meanwhile"""
 LONGEST_REST = 256
 """steps without drafts, known to be such beforehand"""
+LATER = 64
+"""steps without drafts, over which it is seen how much dearer a probe becomes"""
 NUM_TOKENS = 4
 """drafted in a probe, over the batch"""
 NUMS = (1, 2, 4)
@@ -77,6 +80,10 @@ class Probe:
         """that are left"""
         self._price_s = 0.0
         """that must have been saved for it"""
+        self._dearer_s = 0.0
+        """by which that is more after every step: there is more to read by then"""
+        self._most_s = 0.0
+        """but never more than this"""
         self._sequences = _Sequences(is_known=np.zeros(1, np.bool_), was_probed=np.zeros(1, np.bool_))
 
     @property
@@ -128,7 +135,8 @@ class Probe:
         if not batch.rooms.any():
             return False
         self._sequences.cover(batch.slots)
-        most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
+        most_s = self._most_s = MOST_STEPS * float(self.cost.verify_s(batch.num_sequences))
+        self._dearer_s = 0.0
         if self.is_on_credit(batch, num_tried):
             self.lengths = np.minimum(batch.rooms, 1)
             num_tokens = batch.num_sequences + int(self.lengths.sum())
@@ -141,6 +149,10 @@ class Probe:
         self._choose(batch, most_s)
         # However dear it looks: that may be what is wrong. What it does cost is paid for afterwards.
         self._price_s = min(self._expected_s, most_s)
+        # Of everybody there will soon be too much to read, and few will do.
+        drafting = batch.slots[self.lengths > 0][: NUMS[-1]]
+        behind = self.cost.num_behind(drafting) + np.array([0, LATER * drafting.size])
+        self._dearer_s = float(np.diff(self.cost.catch_up_s(behind))[0]) / LATER
         if self._lifespan is not None:
             self._welcome(batch, self._lifespan)
         self._saved_s = min(self._saved_s, 2 * self._price_s)
@@ -149,7 +161,13 @@ class Probe:
     def num_steps_left(self, plain_s: float) -> int:
         """Steps of so many seconds, without drafts, until there is enough for such a probe as was asked for last; no
         more than a rest may have."""
-        return min(max(int((self._price_s - self._saved_s) / (SHARE * plain_s)), 0), LONGEST_REST)
+        # Or else it would not be enough by then, and again not after the few steps that were missing: whoever is asked
+        # in between keeps a device waiting.
+        missing_s, saved_s = self._price_s - self._saved_s, SHARE * plain_s
+        num = (self._most_s - self._saved_s) / saved_s
+        if saved_s > self._dearer_s:
+            num = min(num, missing_s / (saved_s - self._dearer_s))
+        return min(math.ceil(num), LONGEST_REST) if missing_s > 0 else 0
 
     def save(self, plain_s: float) -> None:
         """A step without drafts took so long."""

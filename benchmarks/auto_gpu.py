@@ -5,9 +5,10 @@
 Random weights in the shapes of an 8B target and a 1B draft; whether a drafted token stands is tossed at its request's
 rate, so the draft's signals tell nothing and history alone decides. All policies, `off` too, take turns on one engine,
 and the order is turned around in every round. Every turn begins with new requests that have the same prompts, rates and
-slots, their prompts in the prefix cache, so that all have contexts alike; what a policy knows of a slot it keeps, as if
-its requests had gone on. Likewise the draft lacks as many tokens as it did when the policy's last turn ended: whoever
-did not draft pays for its own pause, up to the context, and for nobody else's.
+slots, their prompts in the prefix cache, so that all have contexts alike; what a policy knows of a slot it keeps, and
+it is told of as many tokens less that a request may have yet as it had in the turns before, as if its requests had gone
+on. Likewise the draft lacks as many tokens as it did when the policy's last turn ended: whoever did not draft pays for
+its own pause, up to the context, and for nobody else's.
 
 Tokens a second are those to be expected of what was drafted, at the rates tossed with: luck is left out, since nothing
 that a policy sees tells it beforehand which coin will fall well. `raw` are those that came. They are those of all
@@ -33,6 +34,7 @@ import statistics
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -83,6 +85,8 @@ class Turns(Policy):
         self.current: Policy = Static(0)
         self.rates = np.zeros(0)
         """[slots] of the requests there are"""
+        self.num_got = np.zeros(0, np.int64)
+        """[slots] tokens that these had before, as far as their policy knows"""
         self.expected = 0.0
         """tokens that drafts so far were to bring, with those that come anyway"""
         self.num_plain = 0
@@ -90,10 +94,10 @@ class Turns(Policy):
         self._planned: deque[tuple[IntArray, Policy]] = deque()
         """who planned the steps under way; a plan is known by its batch, and may be that of several steps"""
 
-    def begin(self, rates: np.ndarray) -> None:
+    def begin(self, rates: np.ndarray, num_got: IntArray) -> None:
         """All requests are new, and nothing is under way. Nobody drafts until `current` is set."""
         # Not Off, which would have further steps queued when the next policy's turn comes.
-        self.current, self.rates = Static(0), rates
+        self.current, self.rates, self.num_got = Static(0), rates, num_got
         self._planned.clear()
 
     @property
@@ -106,10 +110,15 @@ class Turns(Policy):
 
     def plan(self, batch: BatchView) -> Plan:
         self._planned.append((batch.slots, self.current))
-        return self.current.plan(batch)
+        return self.current.plan(self._gone_on(batch))
 
     def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
-        self.current.settle(coming, is_pressed)
+        self.current.settle(None if coming is None else self._gone_on(coming), is_pressed)
+
+    def _gone_on(self, batch: BatchView) -> BatchView:
+        if batch.num_left is None:
+            return batch
+        return replace(batch, num_left=np.maximum(batch.num_left - self.num_got[batch.slots], 1))
 
     def rules_on(self) -> bool:
         return self.current.rules_on()
@@ -178,6 +187,20 @@ def make_row(done: Counter[str]) -> Row:
     }
 
 
+@dataclass(slots=True)
+class Past:
+    """Of the requests of a policy's last turn, where its next ones go on."""
+
+    num_missed: IntArray
+    """[slots] tokens that the draft has yet to read, the newest included"""
+    num_got: IntArray
+    """[slots] tokens that they had, in this turn and those before"""
+
+    @classmethod
+    def none(cls, batch: int, num_missed: int = 0) -> Past:
+        return cls(np.full(batch, num_missed), np.zeros(batch, np.int64))
+
+
 class Requests:
     """A batch that is there whenever a turn begins, always alike."""
 
@@ -190,10 +213,10 @@ class Requests:
         self._seeds = {rate: self._seeds_of(kind) for kind, rate in enumerate(kinds)}
         self.sequences: list[TokenSequence] = []
 
-    def renew(self, batch: int, rates: Sequence[float], num_missed: IntArray) -> None:
-        """New requests, with these rates in turn, of whose texts the draft has missed so much."""
+    def renew(self, batch: int, rates: Sequence[float], past: Past) -> None:
+        """New requests, with these rates in turn, that go on where others ended."""
         self.end()
-        self.turns.begin(np.resize(rates, batch))
+        self.turns.begin(np.resize(rates, batch), past.num_got)
         for number, prompt in enumerate(self._prompts[:batch]):
             seed = next(self._seeds[rates[number % len(rates)]])
             params = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=seed)
@@ -202,12 +225,12 @@ class Requests:
         while not all(sequence.num_output_tokens for sequence in self.sequences):
             self.engine.step()
         assert [sequence.slot for sequence in self.sequences] == list(range(batch)), "slots are given out in order"
-        for sequence, missed in zip(self.sequences, num_missed.tolist(), strict=True):
+        for sequence, missed in zip(self.sequences, past.num_missed.tolist(), strict=True):
             sequence.num_draft_computed = min(sequence.num_draft_computed, max(sequence.num_tokens - missed, 0))
 
-    def num_missed(self) -> IntArray:
-        """[slots] tokens that the draft has yet to read, the newest included."""
-        return np.array([max(s.num_tokens - s.num_draft_computed, 0) for s in self.sequences])
+    def past(self) -> Past:
+        missed = [max(s.num_tokens - s.num_draft_computed, 0) for s in self.sequences]
+        return Past(np.array(missed), self.turns.num_got + [s.num_output_tokens for s in self.sequences])
 
     def step(self, seconds: float, least: int) -> None:
         end, done = time.perf_counter() + seconds, 0
@@ -290,7 +313,7 @@ class Bench:
 
     def _measure_catching_up(self, batch: int, rates: Sequence[float]) -> None:
         """After it the prefix cache has the prompts, for the draft as well."""
-        self.requests.renew(batch, rates, np.zeros(batch, np.int64))
+        self.requests.renew(batch, rates, Past.none(batch))
         self.turns.current = Static(1)
         num_read = self.options.context_tokens // BLOCK_SIZE * BLOCK_SIZE
         while min(sequence.num_draft_computed for sequence in self.requests.sequences) < num_read:
@@ -301,7 +324,7 @@ class Bench:
                 continue
             for _ in range(NUM_CATCH_UPS):
                 policy = CatchUp()
-                self.requests.renew(batch, rates, np.full(batch, missed))
+                self.requests.renew(batch, rates, Past.none(batch, missed))
                 self.turns.current = policy
                 self.requests.step(0.0, 2 * NUM_SETTLING)
                 ordinary = [draft_s for tokens, draft_s in policy.found if tokens <= batch]
@@ -320,21 +343,22 @@ class Bench:
         for spec in self.options.policies:
             policies[spec] = self._learners.setdefault((spec, batch), make_policy(spec))
             policies[spec].forget(np.arange(batch))
-        num_missed = {spec: np.zeros(batch, np.int64) for spec in specs}
+        pasts = {spec: Past.none(batch) for spec in specs}
         found: dict[str, list[Counter[str]]] = defaultdict(list)
         for number in range(self.options.rounds + 1):
             if torch.cuda.is_available():
                 keep_to_cores()
             # Those who want signals come first of all: whatever is captured after them is captured with signals.
             for spec in specs if number % 2 else specs[::-1]:
-                self.requests.renew(batch, rates, num_missed[spec])
-                self.turns.current = policies[spec]
-                self.requests.step(0.0, NUM_SETTLING)
-                window = Window(self.engine, self.turns)
-                self.requests.step(self._turn_s(spec in fixed, number), LEAST_STEPS)
-                if number:
-                    found[spec].append(window.done())
-                num_missed[spec] = self.requests.num_missed()
+                for seconds in self._turns_s(spec in fixed, number):
+                    self.requests.renew(batch, rates, pasts[spec])
+                    self.turns.current = policies[spec]
+                    self.requests.step(0.0, NUM_SETTLING)
+                    window = Window(self.engine, self.turns)
+                    self.requests.step(seconds, LEAST_STEPS)
+                    if number:
+                        found[spec].append(window.done())
+                    pasts[spec] = self.requests.past()
         self.requests.end()
         self._save(batch, rates, found)
 
@@ -343,11 +367,13 @@ class Bench:
         lengths = LENGTHS[max(size for size in LENGTHS if size <= batch)]
         return [length for length in lengths if length == lengths[0] or max(rates) ** length >= LEAST_CHANCE]
 
-    def _turn_s(self, is_fixed: bool, number: int) -> float:
-        """Steps of a fixed length are alike, so half the time will do."""
-        if number == 0:
-            return 0.0 if is_fixed else float(self.options.learn_s)
-        return self.options.turn_s / 2 if is_fixed else float(self.options.turn_s)
+    def _turns_s(self, is_fixed: bool, number: int) -> list[float]:
+        """Of a round. Steps of a fixed length are alike, so half the time will do."""
+        turn_s = float(self.options.turn_s)
+        if is_fixed:
+            return [turn_s / 2 if number else 0.0]
+        # Learnt is in turns like those that count: in one that lasts contexts grow, and everything takes longer.
+        return [turn_s] * (1 if number else max(round(self.options.learn_s / max(turn_s, LEAST_S)), 1))
 
     def _save(self, batch: int, rates: Sequence[float], found: dict[str, list[Counter[str]]]) -> None:
         speeds = {spec: [done["expected"] / done["seconds"] for done in rounds] for spec, rounds in found.items()}
@@ -444,7 +470,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--policies", type=items, default="dsde,auto", help="beside off and the static lengths")
     parser.add_argument("--rounds", type=int, default=4, help="that count")
     parser.add_argument("--turn-s", type=float, default=0.25, help="half as long for off and the static lengths")
-    parser.add_argument("--learn-s", type=float, default=1.0, help="first turn of a policy that is neither")
+    parser.add_argument("--learn-s", type=float, default=1.0, help="turns of others that do not count")
     parser.add_argument("--context-tokens", type=int, default=512, help="that every turn begins with")
     return parse(parser)
 

@@ -43,15 +43,15 @@ def make_bench(monkeypatch: pytest.MonkeyPatch, more: str, folder: Path) -> auto
 
 def test_every_turn_begins_alike(bench: auto_gpu.Bench) -> None:
     requests, rates = bench.requests, (0.5, 0.9)
-    requests.renew(4, rates, np.zeros(4, np.int64))
+    requests.renew(4, rates, auto_gpu.Past.none(4))
     bench.turns.current = Static(2)
     requests.step(0.0, 6)
     contexts = []
     for spec in ("off", "static:3", "off", "auto"):
-        requests.renew(4, rates, np.zeros(4, np.int64))
+        requests.renew(4, rates, auto_gpu.Past.none(4))
         contexts.append([sequence.num_tokens for sequence in requests.sequences])
         # All that is left to read for the draft is what was written since.
-        assert requests.num_missed().max() <= 3
+        assert requests.past().num_missed.max() <= 3
         bench.turns.current = make_policy(spec)
         requests.step(0.0, 2)
         before = bench.engine.metrics.num_draft_passes
@@ -64,7 +64,7 @@ def test_every_turn_begins_alike(bench: auto_gpu.Bench) -> None:
 def test_a_policy_pays_for_its_own_pause(bench: auto_gpu.Bench) -> None:
     requests = bench.requests
     for missed in (0, 0, 40):  # the first time nobody has read the prompts
-        requests.renew(4, (0.5, 0.9), np.full(4, missed))
+        requests.renew(4, (0.5, 0.9), auto_gpu.Past.none(4, missed))
         policy = auto_gpu.CatchUp()
         bench.turns.current = policy
         before = bench.engine.metrics.num_catch_up_tokens
@@ -73,9 +73,27 @@ def test_a_policy_pays_for_its_own_pause(bench: auto_gpu.Bench) -> None:
     assert 4 * 39 <= caught_up <= 4 * 43
 
 
+def test_to_a_policy_its_requests_go_on(bench: auto_gpu.Bench) -> None:
+    """Or else it would take them for short ones, whose prompts a draft had better not read."""
+    past, told, num_turns = auto_gpu.Past.none(4), [], 3
+    policy = Static(1)
+    plan = policy.plan
+    policy.plan = lambda batch: (told.append(batch.num_left.copy()), plan(batch))[1]  # type: ignore[assignment]
+    for _ in range(num_turns):
+        bench.requests.renew(4, (0.5, 0.9), past)
+        bench.turns.current = policy
+        bench.requests.step(0.0, 6)
+        past = bench.requests.past()
+    left = np.array(told)
+    assert len(left) >= 6 * num_turns
+    assert (np.diff(left, axis=0) <= 0).all()
+    # A step may be under way, or made while others were asked.
+    assert np.abs(left[0] - left[-1] - past.num_got).max() <= 4 * num_turns
+
+
 def test_a_batch_larger_than_the_last(bench: auto_gpu.Bench) -> None:
     for batch in (1, 4, 1):
-        bench.requests.renew(batch, (0.5, 0.9), np.zeros(batch, np.int64))
+        bench.requests.renew(batch, (0.5, 0.9), auto_gpu.Past.none(batch))
         before = bench.turns.expected
         bench.requests.step(0.0, 1)
         assert bench.turns.expected - before == batch

@@ -402,6 +402,22 @@ def test_draft_passes_are_measured_per_pass_at_the_mean_batch() -> None:
     assert cost.draft_s(1.5) == pytest.approx(0.2, rel=0.1)
 
 
+def test_a_pass_takes_as_long_for_few_where_all_are_in_it() -> None:
+    cost, whole = CostModel(), replace(batch_of([0, 1, 2, 3]), has_whole_passes=True)
+    for _ in range(5):
+        cost.see(batch_of([0]))
+        cost.observe(outcome_of([0], [2], [1], 0.2, 1.0))
+        cost.see(whole)
+        cost.observe(outcome_of([0, 1, 2, 3], [4, 0, 1, 1], [1, 0, 1, 1], 1.2, 1.0))
+    cost.see(whole)
+    assert cost.draft_s(np.array([1.0, 2.0, 4.0])) == pytest.approx(0.3, rel=0.1)
+    cost.see(batch_of([0]))
+    assert cost.draft_s(1.0) == pytest.approx(0.1, rel=0.1), "a batch of another size"
+    assert cost.draft_s(4.0) == pytest.approx(0.3, rel=0.1)
+    cost.see(replace(whole, has_whole_passes=False))
+    assert cost.draft_s(1.0) == pytest.approx(0.1, rel=0.1), "from now on"
+
+
 def test_what_a_budget_cut_was_drafted_all_the_same() -> None:
     cost = CostModel()
     for _ in range(5):

@@ -600,8 +600,10 @@ class Ruled(Policy):
         self.length, self.budget = length, budget
         self.needs = Need.TOKEN_PROB | Need.DRAFT_SIGNALS if curious else Need.NOTHING
         self.outcomes: list[Outcome] = []
+        self.batches: list[BatchView] = []
 
     def plan(self, batch: BatchView) -> Plan:
+        self.batches.append(batch)
         lengths = np.minimum(self.length, batch.rooms)
         rule = next(self.rules)
         plan = Plan(lengths, lengths.astype(float), np.ones(len(lengths), dtype=bool))

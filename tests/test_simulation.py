@@ -154,6 +154,15 @@ def test_what_the_draft_missed_is_read_in_its_first_pass_or_as_it_was_measured()
         make_costs(json.dumps(table | {"catch_up": [[2, -1.0]]}))
 
 
+def test_small_batches_may_be_as_a_whole_in_every_pass() -> None:
+    table = {"draft": [[1, 1.0], [3, 2.0]], "verify": [[1, 1, 10.0]], "whole": 3}
+    costs = make_costs(json.dumps(table))
+    assert costs.draft_s(np.array([2, 0, 1])) == pytest.approx(2.0 + 2.0)
+    assert costs.draft_s(np.array([2, 0, 1, 0])) == pytest.approx(1.5 + 1.0), "not so a larger one"
+    with pytest.raises(InvalidInput, match="whole must be a whole number"):
+        make_costs(json.dumps(table | {"whole": -1}))
+
+
 # What the policy is shown
 
 

@@ -26,7 +26,7 @@ from dsde.engine import device_executor, solo
 from dsde.engine.clock import Timing
 from dsde.engine.device_executor import DeviceExecutor
 from dsde.engine.engine import Engine
-from dsde.engine.executor import Seconds
+from dsde.engine.executor import MOST_ALONE, Seconds
 from dsde.engine.scheduler import Schedule
 from dsde.engine.solo import SoloSetting
 from dsde.models.batch import BLOCK_SIZE, pack
@@ -622,13 +622,24 @@ def test_where_the_driver_refuses_the_host_is_asked(way: Way) -> None:
         raise ProgramError("cuGraphAddNode failed: CUDA_ERROR_NOT_SUPPORTED.")
 
     way.monkeypatch.setattr(Program, "finish", refuse)
-    engine = way.engine("close", Ruled(rule_of_many_lengths))
+    policy = Ruled(rule_of_many_lengths)
+    engine = way.engine("close", policy)
     work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=40))] * 2
     with pytest.warns(UserWarning, match="The host is asked at every step: cuGraphAddNode") as warned:
         check_same(way.alone(work), answers_together(engine, work, seed=0))
     assert len(warned) == 1
     assert executor_of(engine).num_solos == 0
     assert engine.metrics.num_accepted_tokens > 0
+    assert not policy.batches[-1].has_whole_passes
+
+
+@pytest.mark.parametrize("count", [1, MOST_ALONE, MOST_ALONE + 1])
+def test_who_plans_knows_whether_all_are_in_every_pass(way: Way, count: int) -> None:
+    policy = Ruled(rule_of_many_lengths)
+    engine = way.engine("close", policy, max_num_seqs=16)
+    answers_together(engine, [([5, 6, 7], SamplingParams(temperature=0, max_tokens=20))] * count, seed=0)
+    assert max(batch.num_decoding for batch in policy.batches) == count
+    assert all(batch.has_whole_passes == (batch.num_decoding <= MOST_ALONE) for batch in policy.batches)
 
 
 @pytest.mark.parametrize("usual", [0, 1, 2, 7, 15, 16, 20])

@@ -187,6 +187,10 @@ class DeviceExecutor:
     def num_ahead(self) -> int:
         return 0 if self.drafter is None else 1
 
+    @property
+    def most_whole(self) -> int:
+        return MOST_ALONE if self._can_be_alone else 0
+
     def __init__(self, host: HostExecutor, max_num_seqs: int, max_model_len: int) -> None:
         self.host = host
         self.model = host.target.model

@@ -295,6 +295,7 @@ class Engine:
         if is_late and latest is not None:
             plan = self.planner.repeat(latest, work.decodes)
         else:
+            self.planner.most_whole = self.executor.most_whole
             plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills))
         self._latest_plan = plan
         times.append(time.perf_counter())

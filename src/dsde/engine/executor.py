@@ -136,6 +136,10 @@ class Executor(Protocol):
     def num_ahead(self) -> int:
         """tokens beyond those it was told to draft that it may want KV memory for"""
 
+    @property
+    def most_whole(self) -> int:
+        """batches of up to so many are as a whole in every pass of a draft that a rule may end, whoever still drafts"""
+
     def launch(self, work: Schedule, wish: DraftWish, scored: set[Sequence]) -> Flight:
         """Draft for the decoding sequences, let the target read everything, judge. `scored` prompts bring a row of
         logits for every token they read."""
@@ -189,6 +193,7 @@ class HostExecutor:
     is_asynchronous = False
     makes_solos = False
     num_ahead = 0
+    most_whole = 0
 
     def __init__(
         self,

@@ -50,6 +50,8 @@ class Planner:
         """whether a draft has to have read a text first"""
         self.num_ahead = 0
         """tokens to reserve memory for beyond those drafted"""
+        self.most_whole = 0
+        """sequences of the largest batch that is as a whole in every pass of a draft"""
         self.metrics = metrics
 
     @property
@@ -141,6 +143,7 @@ class Planner:
             num_left=rooms + 1,
             num_missed=_num_missed(chosen) if self._must_read else None,
             pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
+            has_whole_passes=num_decoding <= self.most_whole,
         )
 
     def observe(

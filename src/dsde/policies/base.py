@@ -93,6 +93,8 @@ class BatchView(_Counted):
     """None unless Need.PACE"""
     favours_one_length: bool = False
     """whether all are in every draft pass, and drafts of one length are verified faster than shorter ones among them"""
+    has_whole_passes: bool = False
+    """whether all are in every draft pass, whoever still drafts: it takes no less with fewer"""
 
 
 @dataclass(slots=True)

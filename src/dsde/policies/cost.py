@@ -21,7 +21,7 @@ from dsde.policies.prompt_steps import PromptSteps
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
 from dsde.policies.tempo import NUM_ALIKE, Tempo
-from dsde.policies.verifications import Verifications
+from dsde.policies.verifications import Verifications, size_of_batch
 
 VERIFY_S = 0.01
 DRAFT_SHARE = 0.1
@@ -82,11 +82,11 @@ class CostModel:
 
     Assumptions. A step takes `start_s + passes * draft_s(sequences) + verify_s(tokens)`, tokens being one for every
     decoding sequence, all drafted ones and those of prompts read in the same pass. A pass in which fewer sequences
-    still draft is taken at the mean number of them. What drafting costs once a step is spread over the passes until
-    drafts of different lengths were seen. The length of the context is not looked at: it changes slowly, and the
-    measurements follow. Before the first measurement a verification takes 10 ms up to 256 tokens and grows in
-    proportion above, and a draft pass takes a tenth of a verification of as many tokens: only the ratio matters, and
-    only until there is evidence.
+    still draft is taken at the mean number of them, unless all are in it whoever drafts. What drafting costs once a
+    step is spread over the passes until drafts of different lengths were seen. The length of the context is not looked
+    at: it changes slowly, and the measurements follow. Before the first measurement a verification takes 10 ms up to
+    256 tokens and grows in proportion above, and a draft pass takes a tenth of a verification of as many tokens: only
+    the ratio matters, and only until there is evidence.
 
     Identifiable at a batch size are the level of the draft and, as soon as lengths vary, the verification
     at as many sizes as there were lengths. What was never measured is taken to cost as little as is plausible (see
@@ -130,6 +130,10 @@ class CostModel:
         self._num_unclean = 0
         self._num_idle = 0
         """steps since a draft was last measured"""
+        self._whole_sizes: set[int] = set()
+        """of batches that are as a whole in every draft pass"""
+        self._least_rows = 1.0
+        """sequences in any pass of the batch in question"""
 
     @property
     def num_measured(self) -> int:
@@ -143,6 +147,8 @@ class CostModel:
     def see(self, batch: BatchView) -> bool:
         """A step of this batch is to be planned: questions are about it from now on, and whoever knows what its draft
         has missed need not have it counted. Returns whether that is more than had been counted, or less."""
+        size = size_of_batch(batch.num_sequences)
+        (self._whole_sizes.add if batch.has_whole_passes else self._whole_sizes.discard)(size)
         self.turn_to(batch.num_sequences)
         if batch.num_missed is None:
             return False
@@ -155,9 +161,12 @@ class CostModel:
         """Questions are about a batch of so many, until told otherwise: at first that of the newest step."""
         self._verifications.turn_to(num_sequences)
         self._prompt_steps.turn_to(num_sequences)
+        self._least_rows = float(num_sequences) if size_of_batch(num_sequences) in self._whole_sizes else 1.0
 
     def draft_s(self, batch_sizes: ArrayLike) -> FloatArray:
-        """Of one draft pass with so many sequences in it."""
+        """Of one draft pass in which so many still draft."""
+        if self._least_rows > 1:
+            batch_sizes = np.maximum(batch_sizes, self._least_rows)
         if self._draft.num_measured >= self._num_tried:
             return self._draft.seconds(batch_sizes)
         return DRAFT_SHARE * self._verify.seconds(batch_sizes)
@@ -371,7 +380,7 @@ class CostModel:
 
     def _tell_apart(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
         """What of a draft its passes took, and what it took once."""
-        start, size = self._starts[self._is_ruled], max(num_drafted / num_passes, 1.0)
+        start, size = self._starts[self._is_ruled], max(num_drafted / num_passes, self._least_rows)
         if self._is_ruled != self._is_anchor_ruled and self._num_idle <= LONGEST_IDLE:
             # A few between others, which tell what a pass takes.
             start.observe_beside(num_passes, size, draft_s, float(self._draft.seconds(size)))
@@ -384,7 +393,7 @@ class CostModel:
             self._draft.remember(sizes, np.maximum(seconds - start.seconds, seconds / 2) / passes)
 
     def _measure_draft(self, num_passes: int, num_drafted: int, draft_s: float) -> None:
-        batch_size = max(num_drafted / num_passes, 1.0)
+        batch_size = max(num_drafted / num_passes, self._least_rows)
         is_new, least_s = self._num_idle > LONGEST_IDLE, 0.0
         if is_new:
             # Of whole drafts: what one takes once is not known as well, and next to nothing might remain of a pass.

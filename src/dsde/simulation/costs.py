@@ -16,8 +16,11 @@ import numpy as np
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import FloatArray, IntArray
-from dsde.policies.limits import check_real
+from dsde.policies.limits import check_real, check_whole
 from dsde.simulation.measured import MeasuredCosts, sizes_of_passes
+
+LARGEST_BATCH = 65536
+"""that a table may say something of"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class Costs:
     """everything else, once a step"""
     end_s: ClassVar[float] = 0.0
     """as in MeasuredCosts; here ends cost nothing"""
+    whole: ClassVar[int] = 0
+    """likewise; here every pass is of those who still draft"""
 
     def __post_init__(self) -> None:
         check_real("step_s", self.step_s, 0.0, math.inf)
@@ -98,12 +103,14 @@ def make_costs(text: str) -> Costs | MeasuredCosts:
         raise InvalidInput(f"cost is not valid JSON: {error}") from None
     if isinstance(given.get("verify"), list):
         names = ("step_s", "drafting_s", "ruled_s", "end_s")
-        known = {"machine", "draft", "verify", "catch_up", *names}
+        known = {"machine", "draft", "verify", "catch_up", "whole", *names}
         _check_keys("cost", given, known, {"draft", "verify"})
         overheads = {name: given.get(name, 0.0) for name in names}
         for name, seconds in overheads.items():
             check_real(name, seconds, 0.0, math.inf)
-        return MeasuredCosts(given["draft"], given["verify"], given.get("catch_up"), **overheads)
+        whole = given.get("whole", 0)
+        check_whole("whole", whole, 0, LARGEST_BATCH)
+        return MeasuredCosts(given["draft"], given["verify"], given.get("catch_up"), **overheads, whole=whole)
     _check_keys("cost", given, {"draft", "verify", "step_s"}, {"draft", "verify"})
     lines = {name: _make_line(name, given[name]) for name in ("draft", "verify")}
     return Costs(**lines, step_s=given.get("step_s", 0.0))

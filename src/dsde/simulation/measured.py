@@ -30,13 +30,16 @@ class MeasuredCosts:
         drafting_s: float = 0.0,
         ruled_s: float = 0.0,
         end_s: float = 0.0,
+        whole: int = 0,
     ) -> None:
         """`catch_up`: [tokens, seconds] that reading what the draft missed takes beyond an ordinary pass; without it,
         as of a pass with so many more sequences. `drafting_s`: once in every step that drafts, beside the passes;
         `ruled_s`: likewise where a rule ends drafts, as a device waits to be told. `step_s`, and `end_s` in steps that
-        draft behind one in which somebody ended: beside all that, and told to nobody as the price of either."""
+        draft behind one in which somebody ended: beside all that, and told to nobody as the price of either. `whole`:
+        batches of up to so many have everybody in every pass of a draft, whoever still drafts."""
         overheads = {"step_s": step_s, "drafting_s": drafting_s, "ruled_s": ruled_s, "end_s": end_s}
-        self._given = {"draft": draft, "verify": verify, **overheads}
+        self._given = {"draft": draft, "verify": verify, **overheads, "whole": whole}
+        self.whole = int(whole)
         if catch_up is not None:
             self._given["catch_up"] = catch_up
         passes, verifications = _rows(draft, 2), _rows(verify, 3)
@@ -61,6 +64,8 @@ class MeasuredCosts:
         if not passes.any():
             return 0.0
         once_s = self.drafting_s + (self.ruled_s if is_ruled else 0.0)
+        if passes.size <= self.whole:
+            passes = np.full_like(passes, passes.max())
         if self._catch_up is None:
             return once_s + float(self.pass_s(sizes_of_passes(passes, num_missed)).sum())
         catch_up_s = float(self._catch_up.seconds(np.asarray(float(num_missed))))

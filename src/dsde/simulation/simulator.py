@@ -147,6 +147,7 @@ class _Simulator:
             num_left=left,
             num_missed=self.num_missed[slots],
             pace=Pace(self.tpot_s[rows], self.result.total_s - self.began_s[slots], positions),
+            has_whole_passes=slots.size <= self.costs.whole,
         )
         accepted = self._decode(batch, rows, positions) if slots.size else np.empty(0, np.int64)
         if self.reading.size and not slots.size:

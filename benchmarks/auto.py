@@ -8,7 +8,8 @@
 
 Policies are warm: each has served other requests of the kind before (`--cold`: none has). Every policy meets the same
 requests. Intervals are 95 % over seeds. Costs come from a table measured on a machine (`--costs FILE`), or are a preset
-of `dsde simulate`. A lead, not a proof: what a draft would have said behind its own mistake was not recorded.
+of `dsde simulate`; `--noise` and `--drift` make the machine an unsteady one. A lead, not a proof: what a draft would
+have said behind its own mistake was not recorded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from dsde.simulation import COSTS, Costs, MeasuredCosts, Requests, make_costs, m
 from dsde.simulation.traces import Recorded
 from intervals import half_width
 from oracle import Clairvoyant, Follower, Oracle
+from unsteady import Unsteady
 
 FOLDER = Path(__file__).parent
 TRACE = FOLDER / "traces" / "qwen2.5_coder_1.5b_0.5b.json"
@@ -82,21 +85,25 @@ class Speeds:
 
 
 class Bench:
-    def __init__(self, costs: Costs | MeasuredCosts) -> None:
+    def __init__(
+        self, costs: Costs | MeasuredCosts, noise: float = 0.0, drift: float = 0.0, period_s: float = 1.0
+    ) -> None:
         self.costs = costs
+        self.unsteady = (noise, drift, period_s) if noise or drift else None
 
     def speeds(self, cell: Cell, makers: dict[str, Maker]) -> Speeds:
         found: dict[str, list[float]] = {name: [] for name in makers}
-        for requests, before in zip(cell.requests, cell.before, strict=True):
+        for seed, (requests, before) in enumerate(zip(cell.requests, cell.before, strict=True)):
             for name, make in makers.items():
-                found[name].append(self.speed(make(requests), requests, before, cell.batch_size))
+                found[name].append(self.speed(make(requests), requests, before, cell.batch_size, seed))
         return Speeds({name: np.array(values) for name, values in found.items()})
 
-    def speed(self, policy: Policy, requests: Requests, before: Requests | None, batch_size: int) -> float:
+    def speed(self, policy: Policy, requests: Requests, before: Requests | None, batch_size: int, seed: int) -> float:
+        costs: Any = self.costs if self.unsteady is None else Unsteady(self.costs, *self.unsteady, seed)
         if before is not None and not isinstance(policy, Follower):
-            simulate(policy, before, self.costs, batch_size)
+            simulate(policy, before, costs, batch_size)
             policy.forget(np.arange(batch_size))
-        return simulate(policy, requests, self.costs, batch_size).tokens_per_s
+        return simulate(policy, requests, costs, batch_size).tokens_per_s
 
     def told(self, kind: type[Follower], batch_size: int) -> Maker:
         return lambda requests: kind(requests, self.costs, batch_size)
@@ -286,6 +293,9 @@ def main() -> None:
     parser.add_argument("--costs", default=str(FOLDER / "costs_h200.json"), help=f"a file, or {', '.join(COSTS)}")
     parser.add_argument("--ruled-ms", type=float, help="that a draft takes longer if a rule may end it; of a file")
     parser.add_argument("--end-ms", type=float, help="that a draft takes longer behind somebody's end; of a file")
+    parser.add_argument("--noise", type=float, default=0.0, help="of single passes, as a share; no noise: 0")
+    parser.add_argument("--drift", type=float, default=0.0, help="of the whole machine, as a share; none: 0")
+    parser.add_argument("--period", type=float, default=20.0, help="seconds that a wave of the drift lasts, about")
     parser.add_argument("--batches", type=lambda text: [int(item) for item in text.split(",")])
     parser.add_argument("--streams", type=lambda text: [item.strip() for item in text.split(";")], help="as in 0.3;0.8")
     parser.add_argument("--seeds", type=int, default=3)
@@ -302,7 +312,8 @@ def main() -> None:
     options = parser.parse_args()
     options.drawn_seeds = range(options.first_seed, options.first_seed + options.seeds)
     try:
-        PARTS[options.part](Bench(read_costs(options.costs, ruled=options.ruled_ms, end=options.end_ms)), options)
+        costs = read_costs(options.costs, ruled=options.ruled_ms, end=options.end_ms)
+        PARTS[options.part](Bench(costs, options.noise, options.drift, options.period), options)
     except (InvalidInput, OSError) as error:
         sys.exit(f"auto.py: {error}")
 

@@ -17,6 +17,7 @@ from dsde.simulation import Costs, Line, MeasuredCosts, make_costs, make_stream,
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 from oracle import Clairvoyant, Oracle  # noqa: E402
+from unsteady import Unsteady  # noqa: E402
 
 TABLE = {
     "draft": [[1, 1.0], [8, 2.0]],
@@ -110,3 +111,19 @@ def test_who_is_told_what_will_stand_wastes_nothing_and_beats_every_fixed_length
     assert result.num_drafted == result.num_accepted
     for length in (1, 2, 4, 8):
         assert result.tokens_per_s > simulate(make_policy(f"static:{length}"), requests, costs, 4).tokens_per_s
+
+
+def test_an_unsteady_machine_takes_as_long_on_average_and_changes_everything_alike() -> None:
+    costs = make_costs(json.dumps(TABLE))
+    machine = Unsteady(costs, 0.05, 0.1, 100.0, 0)
+    plain, ratios = [], []
+    for _ in range(20_000):
+        plain.append(machine.verify_s(1, 1) / 4.0)
+        ratios.append(machine.draft_s(np.array([1])) / 1.25 / plain[-1])
+    assert np.median(plain) == pytest.approx(1.0, abs=0.05)
+    assert np.std(np.log(plain)) == pytest.approx(np.hypot(0.05, 0.1), rel=0.15)
+    assert np.std(np.log(ratios)) == pytest.approx(np.sqrt(2) * 0.05, rel=0.15), "noise alone"
+    assert (machine.step_s, machine.whole) == (costs.step_s, costs.whole)
+    requests = make_stream("iid:0.8").draw(8, 64, 0)
+    speeds = [simulate(make_policy("static:2"), requests, Unsteady(costs, 0.1, 0.1, 30.0, 1), 4) for _ in range(2)]
+    assert speeds[0].total_s == speeds[1].total_s

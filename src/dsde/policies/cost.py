@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
 from dsde.policies.curve import KNEE, LEAST_CHANGE, NUM_TRUSTED, Curve
+from dsde.policies.pace import Pace
 from dsde.policies.prompt_steps import PromptSteps
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
@@ -32,6 +33,10 @@ MOST_UNCLEAN = 32
 """drafting steps in which somebody was behind, one after the other, until such steps count as normal"""
 LONGEST_IDLE = 16
 """steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
+NUM_KEPT = 4
+"""measurements of a step without drafts that count beside one that was made after a while: a single one may be off"""
+NUM_SETTLED = 16
+"""measurements of a size, from which on it tells how the machine changes little by little"""
 LONGEST_UNSEEN = 8
 """verifications of other sizes after which one without drafts does, and tells nothing of the machine as a whole"""
 FEWER = 4.0
@@ -98,7 +103,8 @@ class CostModel:
     where there is always somebody new they count after all.
 
     Where several steps in a row take longer, or shorter, than they are known to, the machine is taken to have changed
-    as a whole, and everything costs as many times as much: sizes not in use just now would never be put right.
+    as a whole, and everything costs as many times as much: sizes not in use just now would never be put right. Likewise
+    where those in use change little by little.
 
     One model belongs to one policy or stage, which hands every outcome to `observe`.
     """
@@ -124,6 +130,7 @@ class CostModel:
         self._prompt_steps = PromptSteps(VERIFY_S)
         self._resumes_s: deque[float] = deque(maxlen=NUM_RESUMED)
         self._tempo = Tempo()
+        self._pace = Pace()
         self._aside: list[Outcome] = []
         """steps that may be the first of a machine that has changed"""
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64), is_known=np.zeros(1, np.bool_))
@@ -338,6 +345,9 @@ class CostModel:
             self._tempo.pass_over()  # steps of a batch size that is new do not tell, however many are waited for
             return
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)
+        self._scale(factor)
+
+    def _scale(self, factor: float) -> None:
         if factor != 1.0:
             for curve in (self._verifications, self._draft, self._catch_up, self._prompt_steps, *self._starts):
                 curve.scale(factor)
@@ -347,8 +357,14 @@ class CostModel:
         if outcome.verify_s > 0 and not outcome.is_odd:
             num_verified = _num_verified(outcome)
             is_plain = not num_passes and not outcome.num_drafted and not outcome.num_prompt_tokens
-            if is_plain and self.age(num_verified) >= LONGEST_UNSEEN:
-                self._verify.renew(num_verified)
+            is_in_use = self.age(num_verified) < LONGEST_UNSEEN
+            if is_plain and not is_in_use:
+                self._verify.renew(num_verified, NUM_KEPT)
+            # Of that very size: a line between sizes may be off, and the machine would seem to change for ever.
+            ratio = self._verify.ratio(num_verified, outcome.verify_s)
+            is_settled = is_in_use and self.num_verified(num_verified) >= NUM_SETTLED
+            if ratio is not None and is_settled and not outcome.num_prompt_tokens:
+                self._scale(self._pace.observe(ratio, outcome.num_steps))
             self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:
             self._num_idle += 0 if outcome.has_drafts else outcome.num_steps

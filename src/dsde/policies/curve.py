@@ -122,13 +122,14 @@ class Curve:
         """So many measurements were made elsewhere."""
         self._now += num
 
-    def renew(self, size: float) -> None:
+    def renew(self, size: float, num_kept: int = 1) -> None:
         """What was measured at about this size counts no longer, but for the newest: of two the lower one does."""
         index = _bucket(size)
         num_seen = int(self._num_seen[index])
-        if num_seen:
-            self._held[index, 0] = self._held[index, (num_seen - 1) % NUM_HELD]
-            self._num_seen[index] = 1
+        if num_seen > num_kept:
+            newest = np.arange(num_seen - num_kept, num_seen) % NUM_HELD
+            self._held[index, :num_kept] = self._held[index, newest]
+            self._num_seen[index] = num_kept
             self._is_stale = True
 
     def keep(self, size: float) -> None:
@@ -247,11 +248,15 @@ class Curve:
         return np.asarray(lowered / _FLAT_THEN_LINEAR[places])
 
     def scale(self, factor: float) -> None:
-        """Everything takes so many times as long as it did."""
+        """Everything takes so many times as long as it did, sizes that others tell of as well."""
+        if not self.num_measured:
+            return
         self._held *= factor
         self._ratios *= factor
-        self._own = self._own * factor  # others look at it, and need not ask for anything before
-        self._is_stale = self.num_measured > 0
+        self._used *= factor
+        # Nothing has to be worked out again: all of it is in proportion to what was measured.
+        self._own, self._table = self._own * factor, self._table * factor
+        self._heights = self._table.tolist()
 
     def to_dict(self) -> dict[str, list[float]]:
         """Measured ratios by bucket, oldest first."""

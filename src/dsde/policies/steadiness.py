@@ -22,14 +22,17 @@ class Steadiness:
         """squares of how far off they were, of logarithms"""
         self._num_steps = 0
         """since the last one was kept"""
+        self._sum = 0.0
+        """of their logarithms"""
         self.spread = 0.0
         """share by which a measurement differs from those before it, typically"""
 
     def observe(self, ratio: float, num_steps: int) -> None:
         """So many steps without drafts took so many times as long as was known of such."""
         self._num_steps += num_steps
+        self._sum += num_steps * math.log(ratio)
         if self._num_steps >= NUM_STEPS:
-            self._num_steps = 0
-            self._held.append(math.log(ratio) ** 2)
+            self._held.append((self._sum / self._num_steps) ** 2)
+            self._num_steps, self._sum = 0, 0.0
             # Of few it would be anything.
             self.spread = math.sqrt(sum(self._held) / NUM_HELD)

@@ -1,14 +1,15 @@
-"""`auto` on a GPU beside fixed lengths, dsde and no speculation: live cells of batch size and acceptance.
+"""`auto` on a machine beside fixed lengths, dsde and no speculation: live cells of batch size and acceptance.
 
-    python benchmarks/auto_gpu.py --out auto_gpu.json --costs-out costs.json [--time-limit 280]
+    python benchmarks/auto_live.py --out auto_live.json --costs-out costs.json [--time-limit 280]
+    python benchmarks/auto_live.py --shapes embedded --context-tokens 128 --turn-s 2 --learn-s 8   # on a CPU
 
-Random weights in the shapes of an 8B target and a 1B draft; whether a drafted token stands is tossed at its request's
-rate, so the draft's signals tell nothing and history alone decides. All policies, `off` too, take turns on one engine,
-and the order is turned around in every round. Every turn begins with new requests that have the same prompts, rates and
-slots, their prompts in the prefix cache, so that all have contexts alike; what a policy knows of a slot it keeps, and
-it is told of as many tokens less that a request may have yet as it had in the turns before, as if its requests had gone
-on. Likewise the draft lacks as many tokens as it did when the policy's last turn ended: whoever did not draft pays for
-its own pause, up to the context, and for nobody else's.
+Random weights in the shapes of an 8B target and a 1B draft, or the embedded pair; whether a drafted token stands is
+tossed at its request's rate, so the draft's signals tell nothing and history alone decides. All policies, `off` too,
+take turns on one engine, and the order is turned around in every round. Every turn begins with new requests that have
+the same prompts, rates and slots, their prompts in the prefix cache, so that all have contexts alike; what a policy
+knows of a slot it keeps, and it is told of as many tokens less that a request may have yet as it had in the turns
+before, as if its requests had gone on. Likewise the draft lacks as many tokens as it did when the policy's last turn
+ended: whoever did not draft pays for its own pause, up to the context, and for nobody else's.
 
 Tokens a second are those to be expected of what was drafted, at the rates tossed with: luck is left out, since nothing
 that a policy sees tells it beforehand which coin will fall well. `raw` are those that came. They are those of all
@@ -50,6 +51,8 @@ from dsde.engine.config import EngineConfig
 from dsde.engine.engine import Engine
 from dsde.engine.rehearsal import rehearse
 from dsde.models.batch import BLOCK_SIZE
+from dsde.models.decoder import Decoder
+from dsde.models.loader import load_draft, load_model
 from dsde.policies import BatchView, Need, Outcome, Plan, Policy, make_policy
 from dsde.policies.base import IntArray
 from dsde.policies.static import Static
@@ -63,6 +66,8 @@ LENGTHS = {1: (1, 2, 3, 4, 6, 8, 10), 64: (1, 2, 3, 4, 6), 256: (1, 2, 3)}
 """static ones by batch size; of another size: those of the largest that is not larger"""
 LEAST_CHANCE = 0.05
 """that the last token of a static draft stands, of the cell's best requests; longer ones would only take time"""
+EMBEDDED = "embedded"
+"""instead of two shapes: the pair that comes with dsde"""
 MAX_MODEL_LEN = 8192
 ROOM = 512
 """tokens that a sequence of the largest batch has KV memory for beyond its prompt: twice what it writes in a turn, as
@@ -276,9 +281,7 @@ class Bench:
 
     def _make_engine(self, kinds: Sequence[float]) -> Engine:
         options, device = self.options, torch.device(self.options.device)
-        target, draft = (
-            random_model(SHAPES[name], options.dtype, device, number) for number, name in enumerate(options.shapes)
-        )
+        target, draft = make_pair(options.shapes, options.dtype, device)
         largest = max(options.batches)
         # A small batch writes much more in a turn.
         num_tokens = max(largest * (options.context_tokens + ROOM), 4 * MAX_MODEL_LEN)
@@ -404,6 +407,13 @@ def _ratios(name: str, speeds: list[float], others: list[float]) -> Row:
     }
 
 
+def make_pair(shapes: Sequence[str], dtype: torch.dtype, device: torch.device) -> list[Decoder]:
+    if shapes == [EMBEDDED]:
+        target = load_model(None, dtype, device)
+        return [target.model, load_draft(EMBEDDED, target).model]
+    return [random_model(SHAPES[name], dtype, device, number) for number, name in enumerate(shapes)]
+
+
 HEADER = (
     f"{'batch':>5} {'acceptance':10} {'policy':10}{'tokens/s':>9}{'vs off':>16}{'vs best static':>16}"
     f"{'step ms':>8}{'verify':>8}{'a pass':>8}{'passes':>7}{'length':>7}{'plain':>7}"
@@ -458,7 +468,7 @@ def rates_of_cells(text: str) -> list[tuple[float, ...]]:
 def parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--costs-out", type=Path, help="JSON, rewritten after every cell")
-    parser.add_argument("--shapes", type=items, default="8b,1b", help=f"two of {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", type=items, default="8b,1b", help=f"two of {', '.join(SHAPES)}; or {EMBEDDED}")
     # The largest first: graphs are captured anew whenever a batch needs more room than any before it.
     parser.add_argument("--batches", type=whole, default="256,64,8,1", help="in this order, for each of the rates")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`benchmarks/auto_gpu.py` with tiny models: whether its turns are fair, not how fast anything is."""
+"""`benchmarks/auto_live.py` with tiny models: whether its turns are fair, not how fast anything is."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dsde.policies import make_policy
 from dsde.policies.static import Static
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import auto_gpu
+import auto_live
 
 OPTIONS = "--device cpu --shapes tiny,tiny --context-tokens 64 --turn-s 0 --learn-s 0"
 
 
 @pytest.fixture(params=["host", "graphs"])
-def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> auto_gpu.Bench:
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> auto_live.Bench:
     if request.param == "graphs":
         monkeypatch.setattr(backend, "has_kernels", lambda _: True)
         plain_kernels.install(monkeypatch, with_graphs=True)
@@ -34,21 +34,21 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     return make_bench(monkeypatch, "--batches 4,1 --acceptance 0.5,0.9", tmp_path)
 
 
-def make_bench(monkeypatch: pytest.MonkeyPatch, more: str, folder: Path) -> auto_gpu.Bench:
+def make_bench(monkeypatch: pytest.MonkeyPatch, more: str, folder: Path) -> auto_live.Bench:
     files = f"--out {folder / 'out.json'} --costs-out {folder / 'costs.json'}"
-    monkeypatch.setattr(sys, "argv", ["auto_gpu.py", *f"{OPTIONS} {more} {files}".split()])
-    options = auto_gpu.parse_options()
-    return auto_gpu.Bench(options, auto_gpu.Report(options, cells=[], catch_up=[]))
+    monkeypatch.setattr(sys, "argv", ["auto_live.py", *f"{OPTIONS} {more} {files}".split()])
+    options = auto_live.parse_options()
+    return auto_live.Bench(options, auto_live.Report(options, cells=[], catch_up=[]))
 
 
-def test_every_turn_begins_alike(bench: auto_gpu.Bench) -> None:
+def test_every_turn_begins_alike(bench: auto_live.Bench) -> None:
     requests, rates = bench.requests, (0.5, 0.9)
-    requests.renew(4, rates, auto_gpu.Past.none(4))
+    requests.renew(4, rates, auto_live.Past.none(4))
     bench.turns.current = Static(2)
     requests.step(0.0, 6)
     contexts = []
     for spec in ("off", "static:3", "off", "auto"):
-        requests.renew(4, rates, auto_gpu.Past.none(4))
+        requests.renew(4, rates, auto_live.Past.none(4))
         contexts.append([sequence.num_tokens for sequence in requests.sequences])
         # All that is left to read for the draft is what was written since.
         assert requests.past().num_missed.max() <= 3
@@ -61,11 +61,11 @@ def test_every_turn_begins_alike(bench: auto_gpu.Bench) -> None:
     assert contexts[1:] == contexts[:-1]
 
 
-def test_a_policy_pays_for_its_own_pause(bench: auto_gpu.Bench) -> None:
+def test_a_policy_pays_for_its_own_pause(bench: auto_live.Bench) -> None:
     requests = bench.requests
     for missed in (0, 0, 40):  # the first time nobody has read the prompts
-        requests.renew(4, (0.5, 0.9), auto_gpu.Past.none(4, missed))
-        policy = auto_gpu.CatchUp()
+        requests.renew(4, (0.5, 0.9), auto_live.Past.none(4, missed))
+        policy = auto_live.CatchUp()
         bench.turns.current = policy
         before = bench.engine.metrics.num_catch_up_tokens
         requests.step(0.0, 3)
@@ -73,9 +73,9 @@ def test_a_policy_pays_for_its_own_pause(bench: auto_gpu.Bench) -> None:
     assert 4 * 39 <= caught_up <= 4 * 43
 
 
-def test_to_a_policy_its_requests_go_on(bench: auto_gpu.Bench) -> None:
+def test_to_a_policy_its_requests_go_on(bench: auto_live.Bench) -> None:
     """Or else it would take them for short ones, whose prompts a draft had better not read."""
-    past, told, num_turns = auto_gpu.Past.none(4), [], 3
+    past, told, num_turns = auto_live.Past.none(4), [], 3
     policy = Static(1)
     plan = policy.plan
     policy.plan = lambda batch: (told.append(batch.num_left.copy()), plan(batch))[1]  # type: ignore[assignment]
@@ -91,9 +91,9 @@ def test_to_a_policy_its_requests_go_on(bench: auto_gpu.Bench) -> None:
     assert np.abs(left[0] - left[-1] - past.num_got).max() <= 4 * num_turns
 
 
-def test_a_batch_larger_than_the_last(bench: auto_gpu.Bench) -> None:
+def test_a_batch_larger_than_the_last(bench: auto_live.Bench) -> None:
     for batch in (1, 4, 1):
-        bench.requests.renew(batch, (0.5, 0.9), auto_gpu.Past.none(batch))
+        bench.requests.renew(batch, (0.5, 0.9), auto_live.Past.none(batch))
         before = bench.turns.expected
         bench.requests.step(0.0, 1)
         assert bench.turns.expected - before == batch
@@ -101,7 +101,7 @@ def test_a_batch_larger_than_the_last(bench: auto_gpu.Bench) -> None:
 
 
 def test_cells_and_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(auto_gpu, "LEAST_STEPS", 4)
+    monkeypatch.setattr(auto_live, "LEAST_STEPS", 4)
     bench = make_bench(monkeypatch, "--batches 4,1 --acceptance 0.5;0.9,0.2 --rounds 2", tmp_path)
     bench.run()
     report, costs = (json.loads((tmp_path / name).read_text()) for name in ("out.json", "costs.json"))

@@ -1,0 +1,123 @@
+"""A machine that becomes slower or faster little by little, and steps that differ by accident."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsde.policies.base import Outcome
+from dsde.policies.cost import CostModel
+from dsde.policies.curve import Curve
+from dsde.policies.pace import LEAST, MEMORY, Pace
+from dsde.policies.steadiness import Steadiness
+
+NOISE = 0.1
+
+
+def outcome_of(length: int, pace: float) -> Outcome:
+    return Outcome(
+        slots=np.array([0]),
+        drafted=np.array([length]),
+        accepted=np.array([0]),
+        klds=np.empty(0),
+        temperatures=np.ones(1),
+        draft_s=(1e-3 + 5e-3 * length) * pace if length else 0.0,
+        verify_s=(28e-3 + 1e-3 * length) * pace,
+        num_decoding=1,
+        num_drafted=length,
+        num_draft_passes=length,
+    )
+
+
+def prices(cost: CostModel) -> np.ndarray:
+    return np.array([*cost.verify_s([1, 2, 3, 5]), float(cost.draft_s(1)), cost.start_s])
+
+
+@pytest.mark.parametrize("change", [1.2, 0.8])
+@pytest.mark.parametrize("length", [0, 4])
+def test_sizes_that_are_not_in_use_follow_those_that_are(length: int, change: float) -> None:
+    """Whoever rests compares what steps take now with drafts of a machine that was slower, or the other way round. Not
+    all of it is taken for the machine's: a part is learnt of the size itself meanwhile."""
+    cost = CostModel()
+    for number in range(128):
+        cost.observe(outcome_of((0, 1, 2, 4)[number % 4], 1.0))
+    before = prices(cost)
+    for pace in np.geomspace(1.0, change, 200):
+        cost.observe(outcome_of(length, float(pace)))
+    for _ in range(32):
+        cost.observe(outcome_of(length, change))
+    shares = np.log(prices(cost) / before)[:5] / np.log(change)  # what a draft takes once is learnt by drafting
+    assert (shares > 0.4).all()
+    assert (shares < 1.1).all()
+
+
+def test_a_size_that_was_not_known_well_says_nothing_of_the_machine() -> None:
+    """Its first steps were slow, and the others are as they always were."""
+    cost = CostModel()
+    for number in range(128):
+        cost.observe(outcome_of((1, 2, 4)[number % 3], 1.0))
+    before = prices(cost)
+    for number in range(32):
+        cost.observe(outcome_of(0, 1.2 if number < 4 else 1.0))
+    np.testing.assert_allclose(prices(cost)[1:], before[1:], rtol=0.01)
+
+
+def test_accidents_are_no_change() -> None:
+    pace, rng, moved = Pace(), np.random.default_rng(0), []
+    total = 1.0
+    for number in range(2000):
+        held_up = 3.0 if number % 5 == 0 else 1.0
+        total *= pace.observe(held_up * float(rng.lognormal(0, 0.05)) / total)
+        moved.append(total)
+    assert 0.93 < min(moved) <= max(moved) < 1.07
+
+
+def test_many_steps_at_once_count_as_many() -> None:
+    ratios = []
+    for num in (1, 8):
+        pace, total = Pace(), 1.0
+        for _ in range(16 // num):
+            total *= pace.observe(1.1 / total, num)
+        ratios.append(total)
+    assert ratios[0] == pytest.approx(1.1 - 0.1 * np.exp(-16 / MEMORY), abs=LEAST)
+    assert ratios[1] == pytest.approx(ratios[0], abs=LEAST)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_scaled_is_what_would_be_worked_out_again(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    other, curve = Curve(0.01, is_flat_below=True), Curve(0.01, is_flat_below=True, may_fall=True, noise=0.1)
+    for each, least in ((other, 1), (curve, 40)):
+        for _ in range(60):
+            size = int(rng.integers(least, 900))
+            each.observe(size, (1 + size / 300) * 1e-3 * float(rng.lognormal(0, 0.1)))
+    curve.go_by(None, [other])
+    sizes = np.arange(1, 2000, 7)
+    before = curve.seconds(sizes)
+    for each in (other, curve):
+        each.scale(1.7)
+    np.testing.assert_allclose(curve.seconds(sizes), 1.7 * before)
+    assert float(curve.seconds(50)) == pytest.approx(1.7 * float(np.interp(50, sizes, before)), rel=0.01)
+    curve._is_stale = True
+    np.testing.assert_allclose(curve.seconds(sizes), 1.7 * before)
+
+
+def test_a_step_that_was_short_by_accident_does_not_say_what_steps_without_drafts_take() -> None:
+    """One is measured now and then while everybody drafts: by the lower one of two they seemed too short."""
+    rng, believed = np.random.default_rng(1), []
+    for _ in range(100):
+        cost = CostModel()
+        for number in range(150):
+            length = 4 if number % 30 and number > 1 else 0
+            cost.observe(outcome_of(length, float(rng.lognormal(0, NOISE))))
+        believed.append(float(cost.verify_s(1)) / 28e-3)
+    assert np.mean(believed) == pytest.approx(1.0, abs=0.035)
+    assert np.std(believed) < 0.7 * NOISE
+
+
+def test_steps_that_differ_by_accident_are_steady_nevertheless() -> None:
+    """What is compared is the median of many of them."""
+    rng, steadiness = np.random.default_rng(2), Steadiness()
+    for _ in range(400):
+        steadiness.observe(float(rng.lognormal(0, NOISE)), 1)
+    assert steadiness.spread < NOISE / 2

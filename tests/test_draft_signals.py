@@ -24,3 +24,11 @@ def test_tokens_that_have_no_chance() -> None:
     """Of a trimmed vocabulary; the last row is sure of its token."""
     logits = torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf], [1.0, -torch.inf, -torch.inf, -torch.inf]])
     assert measure_all(logits) == pytest.approx(np.array([[np.log(2), 0.5, 0.0], [0.0, 1.0, 1.0]]), abs=1e-6)
+
+
+def test_of_a_trimmed_vocabulary_only_its_own_tokens_are_looked_at() -> None:
+    generator = torch.Generator().manual_seed(0)
+    known = torch.randperm(997, generator=generator)[:300]
+    logits = torch.full((5, 997), -torch.inf)
+    logits[:, known] = 4 * torch.randn(5, 300, generator=generator)
+    assert measure_all(logits, known) == pytest.approx(measure_all(logits), abs=1e-6)

@@ -55,6 +55,10 @@ class ModelDrafter:
         self.vocab_size = vocab_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_bytes_per_block = model.config.kv_bytes_per_token(model.dtype) * BLOCK_SIZE
+        self._proposable = model.head_tokens
+        """tokens; None: all of them"""
+        if model.head_tokens is not None:
+            self._proposable = model.head_tokens[model.head_tokens < vocab_size]
         self.cache: KVCache
 
     def allocate(self, num_blocks: int) -> None:
@@ -73,7 +77,7 @@ class ModelDrafter:
             return Proposals.nothing(len(sequences), self.model.device)
         lengths, order = share.lengths.copy(), share.order
         tokens = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.int64, device=self.model.device)
-        watch = Watch(stop, len(sequences), tokens.shape[1], want_token_probs, want_signals)
+        watch = Watch(stop, len(sequences), tokens.shape[1], want_token_probs, want_signals, self._proposable)
         steps: list[DraftStep] = []
         logits = self._read(sequences, order, share.chunks, int((lengths > 0).sum()))
         num_passes = 1

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.core.stops import Signal
+from dsde.sampling.distribution import argmax
 
 FloatArray = NDArray[np.float64]
 
@@ -19,16 +20,18 @@ def measure(logits: torch.Tensor, signal: Signal) -> FloatArray:
     return _values(torch.log_softmax(logits, -1), signal)
 
 
-def measure_all(logits: torch.Tensor) -> FloatArray:
-    """[rows, 3] of all of them, in the order of `core.stops.SIGNALS`."""
+def measure_all(logits: torch.Tensor, tokens: torch.Tensor | None = None) -> FloatArray:
+    """[rows, 3] of all of them, in the order of `core.stops.SIGNALS`. `tokens`: all that may have a chance."""
     # For every draft pass on a CPU, where a pass is a few milliseconds: as few walks over the vocabulary as possible.
+    if tokens is not None:
+        logits = logits.index_select(-1, tokens)
     probs = torch.softmax(logits, -1)
-    top_probs, places = probs.max(-1, keepdim=True)
+    top_probs, places = probs.amax(-1), argmax(logits).unsqueeze(-1)
     # Log-probabilities but for a constant; finite also where a trimmed vocabulary gives a token no chance at all.
-    shifted = (logits - logits.amax(-1, keepdim=True)).clamp_(min=-1e4)
-    entropies = (-torch.linalg.vecdot(probs, shifted) - top_probs[:, 0].log()).clamp_(min=0.0)
-    margins = top_probs[:, 0] - probs.scatter_(-1, places, 0.0).amax(-1)
-    return torch.stack((entropies, top_probs[:, 0], margins), dim=1).double().cpu().numpy()
+    shifted = (logits - logits.gather(-1, places)).clamp_(min=-1e4)
+    entropies = (-torch.linalg.vecdot(probs, shifted) - top_probs.log()).clamp_(min=0.0)
+    margins = top_probs - probs.scatter_(-1, places, 0.0).amax(-1)
+    return torch.stack((entropies, top_probs, margins), dim=1).double().cpu().numpy()
 
 
 def token_probs(logits: torch.Tensor, tokens: torch.Tensor) -> FloatArray:

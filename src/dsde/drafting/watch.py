@@ -29,9 +29,17 @@ IntArray = NDArray[np.int64]
 
 class Watch:
     def __init__(
-        self, stop: Stop | None, num_sequences: int, longest: int, want_token_probs: bool, want_signals: bool
+        self,
+        stop: Stop | None,
+        num_sequences: int,
+        longest: int,
+        want_token_probs: bool,
+        want_signals: bool,
+        tokens: torch.Tensor | None = None,
     ) -> None:
+        """`tokens`: those that the draft may propose, where it is not all of them."""
         self.stop = stop
+        self._tokens = tokens
         self.signals = np.tile(SURE, (num_sequences, longest, 1))
         """[sequences, depths, 3] measured as far as wanted"""
         self.token_probs = np.ones((num_sequences, longest))
@@ -44,7 +52,7 @@ class Watch:
     def keeps(self, depth: int, rows: IntArray, logits: torch.Tensor) -> BoolArray:
         """[rows] whether these sequences, whose next token would come from `logits`, draw it."""
         if self._wants_signals:
-            self.signals[rows, depth] = measure_all(logits)
+            self.signals[rows, depth] = measure_all(logits, self._tokens)
         if isinstance(self.stop, StopBefore) and depth >= self.stop.first_depth:
             return ~is_beyond(self.stop, rows, self._values(self.stop.signal, depth, rows, logits))
         if isinstance(self.stop, StopByWorth):

@@ -49,15 +49,16 @@ def distributions(logits: torch.Tensor, rows: Rows) -> Distributions:
     edited = _edit(logits, rows)
     sampled = np.flatnonzero(~greedy)
     if len(sampled) == 0:
-        return Distributions(_argmax(edited), sampled, edited[:0])
+        return Distributions(argmax(edited), sampled, edited[:0])
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     if len(sampled) < len(logits):
         index = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
-        tokens[index] = _argmax(edited[index])
+        tokens[index] = argmax(edited[index])
     return Distributions(tokens, sampled, _probabilities(edited, rows, sampled))
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """[rows] the likeliest token of each."""
     # On a CPU NumPy uses vector instructions for it where torch does not, which over a vocabulary is worth a lot.
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 

@@ -19,6 +19,7 @@ from dsde.policies.advisor import NUM_TRIED, Advisor
 from dsde.policies.base import BatchView, BoolArray, IntArray, Need, Outcome, Plan, Policy
 from dsde.policies.cost import CostModel
 from dsde.policies.limits import LONGEST, check_whole
+from dsde.policies.thinking import Thinking
 from dsde.policies.verifications import size_of_batch
 
 MOST_REPEATS = 2
@@ -59,6 +60,8 @@ class Auto(Policy):
         """whether somebody calls `settle` behind every plan"""
         self._is_pressed = False
         """whether there is hardly any time to think, as far as is known"""
+        self.thinking = Thinking()
+        """where nobody calls `settle`: the machine waits for it"""
         self._unlearnt: list[tuple[Outcome, Advice]] = []
         self._gone: set[int] = set()
         """slots of sequences that have ended, to be forgotten when what was seen of them is learnt"""
@@ -68,6 +71,10 @@ class Auto(Policy):
         return [self.cost]
 
     def plan(self, batch: BatchView) -> Plan:
+        with self.thinking:
+            return self._plan(batch)
+
+    def _plan(self, batch: BatchView) -> Plan:
         current = self._current
         if current is not None and not self._num_observed:
             self.advisor.drop(current)  # its step failed, or all who were in it are gone
@@ -93,6 +100,9 @@ class Auto(Policy):
             self._drop_next()
         if self._next is None and (plan := self._draft_on(batch, is_new)) is not None:
             return plan
+        if self._num_put_off and not self._is_settled:
+            self._num_put_off = 0
+            self._learn()
         advice = self._next or self.advisor.advise(batch)
         self._next = None
         self._num_left = self._num_joined = 0
@@ -111,13 +121,27 @@ class Auto(Policy):
 
     def observe(self, outcome: Outcome) -> None:
         if not self._is_settled and not self._rests():
-            self._learn()
+            self._think_of(outcome)
         if self._current is not None:
             self._unlearnt.append((outcome, self._current))
         self._num_observed += 1
         self._num_rested += outcome.num_steps
         if self._num_observed > self._num_settled + 1:  # all rested: what was thought of before that is old
             self._drop_next()
+
+    def _think_of(self, outcome: Outcome) -> None:
+        """Nobody calls `settle`, and the machine waits: what was seen is learnt, and the next step planned anew; or
+        both are put off, where they would take too much of the time."""
+        self.thinking.count(outcome.step_s)
+        current = self._current
+        can_wait = current is not None and current.can_be_repeated
+        if can_wait and self._num_put_off < self.thinking.num_repeats(MOST_REPEATS):
+            self._num_put_off += 1
+            return
+        self._num_put_off = 0
+        with self.thinking:
+            self._learn()
+        self.thinking.end()
 
     def settle(self, coming: BatchView | None = None, is_pressed: bool = False) -> None:
         self._drop_next()  # made for a step that had nobody to plan for

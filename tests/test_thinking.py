@@ -71,7 +71,7 @@ def test_a_plan_serves_for_several_steps_where_thinking_is_dear(share: float) ->
     slots = np.arange(2)
     for _ in range(60):
         plan = step(policy, rng, slots)
-    assert plan.stop is not None, "drafts pay here"
+    assert plan.lengths.all(), "drafts pay here"
     before = policy.num_thoughts
     for _ in range(60):
         step(policy, rng, slots)
@@ -93,16 +93,18 @@ def test_for_another_batch_there_is_another_plan_by_all_that_was_seen() -> None:
     step(policy, rng, np.arange(3))
     assert policy.num_thoughts == before + 1
     assert len(learnt) == num_unlearnt
-    assert not policy._num_put_off
 
 
-def test_drafts_that_no_longer_pay_are_stopped_soon() -> None:
-    policy, rng = Slow(STEP_S), np.random.default_rng(0)
-    for _ in range(60):
-        step(policy, rng, np.arange(8))
-    lengths = [int(step(policy, rng, np.arange(8), rate=0.0).lengths.sum()) for _ in range(100)]
-    assert 0 in lengths[:40]
-    assert sum(lengths[50:]) < 50
+def test_drafts_that_no_longer_pay_are_stopped_nearly_as_soon() -> None:
+    drafted = []
+    for thought_s in (0.0, STEP_S):
+        policy, rng = Slow(thought_s), np.random.default_rng(0)
+        for _ in range(60):
+            step(policy, rng, np.arange(8))
+        lengths = [int(step(policy, rng, np.arange(8), rate=0.0).lengths.sum()) for _ in range(40)]
+        drafted.append(lengths[: lengths.index(0)])
+    quickly, slowly = drafted
+    assert len(slowly) <= len(quickly) + MOST_REPEATS
 
 
 def test_nothing_is_said_before_there_were_a_few_thoughts_and_steps() -> None:

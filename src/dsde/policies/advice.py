@@ -33,6 +33,10 @@ class Advice:
     """made with drafts that do not seem to pay"""
     foregone_s: float
     """that drafting is believed to save, and nobody does"""
+    is_partial: bool = False
+    """made for a part of those who are to draft: the draft has much to read for the others"""
+    is_wave: bool = False
+    """and for some of these; what comes of theirs tells whether to read more"""
 
     @property
     def is_ruled(self) -> bool:
@@ -42,7 +46,7 @@ class Advice:
     @property
     def can_be_repeated(self) -> bool:
         """Whether it is as good for another step: everybody drafts, and that seems to pay."""
-        return self.rule is not None and not self.is_doubtful
+        return self.rule is not None and not self.is_doubtful and not self.is_partial
 
     def fits(self, batch: BatchView) -> bool:
         mine = self.batch

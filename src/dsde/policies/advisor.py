@@ -26,6 +26,7 @@ from dsde.policies.sight import Sight, fill_chances
 from dsde.policies.steadiness import Steadiness
 from dsde.policies.stretch import Stretch
 from dsde.policies.surplus import Surplus
+from dsde.policies.waves import Waves
 
 NUM_TRIED = 2
 """measurements of a size before it is believed"""
@@ -88,6 +89,7 @@ class Advisor:
         self.steadiness = Steadiness()
         self.stretch = Stretch()
         self.surplus = Surplus()
+        self.waves = Waves(cost)
         self.hope = 1.0
         """share of what is usual that is set aside for looking again"""
         self.is_drafting = False
@@ -103,6 +105,8 @@ class Advisor:
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
         self._last_look: Advice | None = None
+        self._wave: Advice | None = None
+        """of which it is not known yet what came of it"""
         self._had_drafts = False
         """whether the step did that was learnt from last"""
         self._foregone_s = 0.0
@@ -149,12 +153,17 @@ class Advisor:
         if pays and not self._can_rule and self.cost.needs_another_length:
             # Nobody ends a draft early, so that there would never be one.
             choice.lengths = np.where(choice.lengths == 1, np.minimum(2, batch.rooms), choice.lengths)
-        longer = self._stretched(batch, choice) if pays and not is_doubtful else None
+        is_partial = is_wave = False
+        if pays and not batch.favours_one_length:  # or all begin together
+            wanted = choice.lengths
+            choice.lengths, is_wave = self.waves.limit(batch, wanted, is_doubtful)
+            is_partial, pays = choice.lengths is not wanted, bool(choice.lengths.any())
+        longer = self._stretched(batch, choice) if pays and not is_doubtful and not is_partial else None
         if longer is not None:
             choice.lengths, self._is_ruled = longer, False
         chosen = choice.lengths if pays else choice.lengths * 0
         num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
-        planned_rate = num_emitted / choice.seconds if pays and longer is None else 0.0
+        planned_rate = num_emitted / choice.seconds if pays and longer is None and not is_partial else 0.0
         expected_rate = planned_rate * self._gain
         expected_rate /= 1 + expected_rate * self.surplus.token_s(batch.num_sequences)[True]
         rate = max(expected_rate, choice.rate_off)
@@ -215,6 +224,8 @@ class Advisor:
             is_roomless=not batch.rooms.any(),
             is_doubtful=is_doubtful,
             foregone_s=foregone_s,
+            is_partial=is_partial,
+            is_wave=is_wave,
         )
 
     def take(self, advice: Advice) -> None:
@@ -226,11 +237,19 @@ class Advisor:
         if advice.is_blind:
             self._num_blind += 1
             self.recheck.begin(advice.batch.num_sequences)
+        if not self.is_drafting:
+            self.waves.reset()
+        elif advice.is_wave:
+            self._wave = advice
+            self.waves.begin()
 
     def drop(self, advice: Advice) -> None:
         """It is not followed, or nothing will come of it."""
         if advice.is_probing:
             self.probe.drop()
+        if advice is self._wave:
+            self._wave = None
+            self.waves.drop()
 
     def learn(self, outcome: Outcome, advice: Advice) -> None:
         """What became of it."""
@@ -238,6 +257,9 @@ class Advisor:
         is_known = self.cost.num_verified(outcome.num_plain_tokens) > 0
         step = self.cost.observe(outcome)
         self._count_surplus(outcome, advice)
+        if advice is self._wave and advice.rule is not None:
+            self._wave = None
+            self.waves.end(float(outcome.accepted.sum()), _num_accepted(advice.rule.outlooks, outcome.drafted))
         if not self.cost.is_below(advice.batch.num_sequences):
             self._num_blind = 0
         plain_s = self._plain_s(outcome)

@@ -4,6 +4,7 @@
     python benchmarks/auto.py grid     # acceptance rates and mixtures of them, at every batch size
     python benchmarks/auto.py ablation # auto without its parts, on both
     python benchmarks/auto.py shift    # the recorded categories one after the other, a few short answers of each
+    python benchmarks/auto.py turn     # all requests end, and others come: easier, harder, or as these were
     python benchmarks/auto.py looks    # what a position's signals and its sequence's history tell of agreement
 
 Policies are warm: each has served other requests of the kind before (`--cold`: none has). Every policy meets the same
@@ -20,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ SHIFT = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "ra
 NUM_SHIFTS = 6
 """times that the answers of a category are given"""
 HALVES, TRANSITION = "0.95 / 0.4", "transition"
+TURNS = ((0.95, 0.3), (0.8, 0.1), (0.3, 0.95), (0.8, 0.8))
+"""rates of requests, and of those that come when all have ended"""
+NUM_UNREAD = 500
+"""tokens of a prompt there, that a draft has yet to read"""
 
 Maker = Callable[[Requests], Policy]
 
@@ -63,6 +68,8 @@ class Cell:
     batch_size: int
     requests: list[Requests]
     before: list[Requests | None]
+    are_unread: bool = False
+    """a draft has prompts yet to read, and those before have all ended"""
 
 
 @dataclass
@@ -93,17 +100,21 @@ class Bench:
 
     def speeds(self, cell: Cell, makers: dict[str, Maker]) -> Speeds:
         found: dict[str, list[float]] = {name: [] for name in makers}
-        for seed, (requests, before) in enumerate(zip(cell.requests, cell.before, strict=True)):
+        for seed, requests in enumerate(cell.requests):
             for name, make in makers.items():
-                found[name].append(self.speed(make(requests), requests, before, cell.batch_size, seed))
+                found[name].append(self.speed(make(requests), cell, seed))
         return Speeds({name: np.array(values) for name, values in found.items()})
 
-    def speed(self, policy: Policy, requests: Requests, before: Requests | None, batch_size: int, seed: int) -> float:
+    def speed(self, policy: Policy, cell: Cell, seed: int) -> float:
         costs: Any = self.costs if self.unsteady is None else Unsteady(self.costs, *self.unsteady, seed)
+        before, unread = cell.before[seed], cell.are_unread
         if before is not None and not isinstance(policy, Follower):
-            simulate(policy, before, costs, batch_size)
-            policy.forget(np.arange(batch_size))
-        return simulate(policy, requests, costs, batch_size).tokens_per_s
+            simulate(policy, before, costs, cell.batch_size, unread=unread)
+            policy.forget(np.arange(cell.batch_size))
+            if unread:
+                # Those who were there in the end had had few tokens. Now all go on to their last.
+                simulate(policy, before, costs, unread=True)
+        return simulate(policy, cell.requests[seed], costs, cell.batch_size, unread=unread).tokens_per_s
 
     def told(self, kind: type[Follower], batch_size: int) -> Maker:
         return lambda requests: kind(requests, self.costs, batch_size)
@@ -143,6 +154,20 @@ def drawn_cell(name: str, batch_size: int, seeds: range, cold: bool, telling: bo
     requests = [stream.draw(num, num_tokens, seed) for seed in seeds]
     before = [None if cold else stream.draw(max(4, batch_size), num_tokens, 100 + seed) for seed in seeds]
     return Cell(name, batch_size, requests, before)
+
+
+def turned_cell(before: float, after: float, batch_size: int, seeds: range) -> Cell:
+    def draw(rate: float, num: int, seed: int) -> Requests:
+        requests = make_stream(f"blind:iid:{rate}").draw(num, 256, seed)
+        return replace(requests, num_prompt_tokens=np.full(num, NUM_UNREAD))
+
+    return Cell(
+        f"{before}, then {after}",
+        batch_size,
+        [draw(after, batch_size + batch_size // 2, seed) for seed in seeds],
+        [draw(before, batch_size, 100 + seed) for seed in seeds],
+        are_unread=True,
+    )
 
 
 def show(value: tuple[float, float]) -> str:
@@ -265,12 +290,32 @@ def run_shift(bench: Bench, options: argparse.Namespace) -> None:
             print(f"| {spec} | {' | '.join(cells)} |", flush=True)
 
 
+def run_turn(bench: Bench, options: argparse.Namespace) -> None:
+    for batch_size in options.batches or (8, 64, 128):
+        print_header([f"batch {batch_size}", "best static", "auto", "auto / best static", "auto / off"])
+        for before, after in TURNS:
+            cell = turned_cell(before, after, batch_size, options.drawn_seeds)
+            speeds = bench.speeds(cell, named(["off", *STATIC, "auto"]))
+            best = speeds.best_static
+            cells = [f"{speeds.ratio(spec, 'off')[0]:.2f}" for spec in (best, "auto")]
+            cells[0] += f" ({best.partition(':')[2]})"
+            ratios = [show(speeds.ratio("auto", spec)) for spec in (best, "off")]
+            print(f"| {cell.name} | {' | '.join(cells + ratios)} |", flush=True)
+
+
 def run_looks(_: Bench, options: argparse.Namespace) -> None:
     for names, loss in log_losses(options.trace).items():
         print(f"log-loss knowing {names}: {loss:.3f}", flush=True)
 
 
-PARTS = {"pair": run_pair, "grid": run_grid, "ablation": run_ablation, "shift": run_shift, "looks": run_looks}
+PARTS = {
+    "pair": run_pair,
+    "grid": run_grid,
+    "ablation": run_ablation,
+    "shift": run_shift,
+    "turn": run_turn,
+    "looks": run_looks,
+}
 
 
 def read_costs(text: str, **replaced_ms: float | None) -> Costs | MeasuredCosts:

@@ -13,7 +13,7 @@ from dsde.core.stops import StopByWorth, make_looks
 from dsde.policies import Auto, BatchView, CostModel, Outcome, Plan, Policy, make_policy
 from dsde.policies.acceptance import AcceptanceModel
 from dsde.policies.advice import Advice
-from dsde.policies.advisor import LEAST_HOPE
+from dsde.policies.advisor import LEAST_HOPE, MOST_EARLY
 from dsde.policies.auto import MOST_REPEATS, _told_together
 from dsde.policies.choice import Choice
 from dsde.policies.steadiness import Steadiness
@@ -1148,16 +1148,37 @@ def test_time_that_prompts_take_is_not_held_against_drafts() -> None:
 
 
 def test_beside_prompts_no_step_is_made_to_be_measured() -> None:
-    """It would measure them, too."""
+    """It would measure them, too. Nor are drafts made in a size of batch that is new, as beside prompts nobody can tell
+    what these cost; but in the end they are, or there would be none where prompts are read in every step."""
     policy = learnt(0.7, 8, 0.8e-3)
     view = batch(24)
     view.num_prompt_tokens = 500
+    have_drafts = []
     for _ in range(40):
         plan = policy.plan(view)
-        assert plan.lengths.any()
+        assert not plan.num_resting, "the next step may be one without prompts"
+        have_drafts.append(bool(plan.lengths.any()))
         drafted = np.minimum(plan.lengths, 2).tolist()
         seconds = {"draft_s": 0.9e-3 * max(drafted), "verify_s": 14e-3, "num_prompt_tokens": 500}
         policy.observe(outcome(drafted, drafted, **seconds))
+    assert have_drafts == [False] * MOST_EARLY + [True] * (40 - MOST_EARLY)
+
+
+def test_what_a_size_of_batch_costs_is_measured_as_soon_as_no_prompt_is_read() -> None:
+    policy, view = Auto(), batch(24)
+    view.num_prompt_tokens = 500
+    for _ in range(3):
+        assert not policy.plan(view).lengths.any()
+        policy.observe(outcome([0] * 24, [0] * 24, verify_s=14e-3, num_prompt_tokens=500))
+    view.num_prompt_tokens = 0
+    lengths = []
+    for _ in range(6):
+        lengths.append(int(policy.plan(view).lengths.max()))
+        drafted = [lengths[-1]] * 24
+        policy.observe(outcome(drafted, drafted, draft_s=0.5e-3 * lengths[-1], verify_s=5e-3))
+    assert lengths[:2] == [0, 0]
+    view.num_prompt_tokens = 500
+    assert policy.plan(view).lengths.any(), "prompts or not, it is known now"
 
 
 def test_a_plan_made_without_knowing_what_was_missed_is_made_anew() -> None:

@@ -24,7 +24,16 @@ from dsde.policies.goodput import Goodput
 from dsde.policies.lifespan import Lifespan
 from dsde.policies.nightjar import Nightjar
 from dsde.policies.percentilecap import PercentileCap
-from dsde.policies.probe import MOST_OWED, MOST_PARDONS, MOST_UNTIMED, NUM_PER_PARDON, SHARE, Probe
+from dsde.policies.probe import (
+    MOST_OWED,
+    MOST_PARDONS,
+    MOST_READING,
+    MOST_STEPS,
+    MOST_UNTIMED,
+    NUM_PER_PARDON,
+    SHARE,
+    Probe,
+)
 
 
 def batch_of(slots: list[int], rooms: list[int] | None = None, num_prompt_tokens: int = 0) -> BatchView:
@@ -260,7 +269,9 @@ def test_more_tokens_cost_less_where_that_was_seen_again_and_again() -> None:
     # A step without drafts, however often it was measured, takes no longer than any with drafts.
     assert curve.seconds([8, 24, 32, 48]).tolist() == pytest.approx([2.1e-3, 4e-3, 3.3e-3, 2.1e-3], rel=0.05)
     assert 2.1e-3 < float(curve.seconds(16)) < 4e-3
-    assert curve.seconds([1, 6]).tolist() == pytest.approx([2.1e-3, 2.1e-3])
+    # Nobody knows what less than that takes: half as steep as from 8 to 24, where it has three times as much.
+    assert other.seconds([1, 6]).tolist() == pytest.approx([2.1e-3] * 2)
+    assert float(curve.seconds(6)) == pytest.approx(2.1e-3 - 2 * (4e-3 - 2.1e-3) / 16 / 2, rel=0.02)
     # What was measured long ago is lowered as before.
     curve.pass_time(LONGEST_PAUSE)
     curve.observe(48, 2.1e-3, 2)
@@ -1544,3 +1555,18 @@ def test_a_draft_that_cannot_pay_is_not_tried_on_credit() -> None:
         for _ in range(2):
             probe.cost.observe(outcome_of(slots, [3] * 8, [0] * 8, 3 * draft_s, 0.012))
         assert probe.is_on_credit(batch_of(slots), num_tried=2) == is_tried
+
+
+def test_what_has_much_to_read_first_is_not_tried_on_credit() -> None:
+    """All of it, for a token of everybody, of which nobody knows yet that it is worth anything."""
+    probe = Probe(CostModel(num_tried=2, is_flat_below=True), 4)
+    slots = list(range(8))
+    for _ in range(4):
+        probe.cost.observe(outcome_of(slots, [0] * 8, [0] * 8, verify_s=0.01))
+    for num_missed in (2, 500):
+        view = batch_of(slots)
+        view.num_missed = np.full(8, num_missed)
+        probe.cost.see(view)
+        reading_s = float(probe.cost.catch_up_s(8 * num_missed))
+        assert reading_s < MOST_STEPS * 0.01
+        assert probe.is_on_credit(view, num_tried=2) == (reading_s < MOST_READING * 0.01) == (num_missed == 2)

@@ -8,6 +8,7 @@ learnt while serving. Knows nothing of when it is asked, and whether a device wa
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from dsde.policies.sight import Sight, fill_chances
 from dsde.policies.steadiness import Steadiness
 from dsde.policies.stretch import Stretch
 from dsde.policies.surplus import Surplus
+from dsde.policies.verifications import size_of_batch
 from dsde.policies.waves import Waves
 
 NUM_TRIED = 2
@@ -59,6 +61,8 @@ CLEAR_LOSS = 0.15
 """of a step's tokens, that drafts cost beyond doubt: then everybody stops at once"""
 SAME = 0.1
 """share by which a step may take longer, or shorter, than was thought and be as thought"""
+MOST_EARLY = 8
+"""steps that read prompts, at first for a size of batch, in which nobody drafts"""
 NUM_IN_PASSING = 2
 """tokens that a draft reads beside the newest without taking longer"""
 LEAST_REST = 32
@@ -104,6 +108,8 @@ class Advisor:
         self._reach = min(FIRST_REACH, max_length)
         self._num_blind = 0
         """plans made blindly since such a step was measured"""
+        self._nums_early: Counter[int] = Counter()
+        """by size of batch: steps beside prompts before one was"""
         self._last_look: Advice | None = None
         self._wave: Advice | None = None
         """of which it is not known yet what came of it"""
@@ -141,8 +147,8 @@ class Advisor:
             # Without those who will have ended before it has paid for what their drafts must read first.
             choice = self._choose(batch, np.where(is_worth, hopes, LOWEST), self._start_s)
             choice.lengths = np.where(is_worth, choice.lengths, 0)
-        is_blind = self._is_blind(batch, choice)
-        pays, foregone_s = (False, 0.0) if is_blind else self._decide(batch, choice)
+        is_blind, is_early = self._is_blind(batch, choice), self._is_early(batch)
+        pays, foregone_s = (False, 0.0) if is_blind or is_early else self._decide(batch, choice)
         is_doubtful = pays and not self._seems_to_pay(choice)
         if pays and self._can_rule and self.sight.is_try(batch.num_sequences):
             # By the way that was found better it pays, whatever the other one seems to bring.
@@ -158,6 +164,7 @@ class Advisor:
             wanted = choice.lengths
             choice.lengths, is_wave = self.waves.limit(batch, wanted, is_doubtful)
             is_partial, pays = choice.lengths is not wanted, bool(choice.lengths.any())
+            is_doubtful = is_doubtful and pays
         longer = self._stretched(batch, choice) if pays and not is_doubtful and not is_partial else None
         if longer is not None:
             choice.lengths, self._is_ruled = longer, False
@@ -174,8 +181,8 @@ class Advisor:
         lengths = np.where(chosen > 0, np.minimum(farthest, min(self._reach, max(known, FIRST_REACH))), 0)
         if pays or is_blind or self._is_hopeful(batch, outlooks):
             self.hope = 1.0
-        can_look = not self.probe.is_under_way or self.probe.is_due(batch)
-        is_probing = not pays and not is_blind and can_look and self.probe.begin(batch, NUM_TRIED, self.hope)
+        can_look = not (pays or is_blind or is_early) and (not self.probe.is_under_way or self.probe.is_due(batch))
+        is_probing = can_look and self.probe.begin(batch, NUM_TRIED, self.hope)
         if is_probing:
             lengths = self.probe.lengths
         else:
@@ -196,7 +203,7 @@ class Advisor:
                 "rate_off": choice.rate_off * ones,
             },
         )
-        if not (pays or is_probing or is_blind or self.probe.is_under_way):
+        if not (pays or is_probing or is_blind or is_early or self.probe.is_under_way):
             plain_s = float(self.cost.verify_s(batch.num_sequences))
             plan.num_resting = self.probe.num_steps_left(self.hope * plain_s + URGENCY * foregone_s)
             if foregone_s:
@@ -232,8 +239,10 @@ class Advisor:
         """It will be followed. What is made of it for others, when somebody ends or joins, need not be taken again."""
         # Whoever only has to know what a step without drafts costs goes on behind it, and so do those who come after
         # requests that had no room left for a draft.
-        is_pause = advice.is_blind or advice.is_roomless
+        is_early = self._is_early(advice.batch)
+        is_pause = advice.is_blind or advice.is_roomless or is_early
         self.is_drafting = advice.rule is not None or (is_pause and self.is_drafting)
+        self._nums_early[size_of_batch(advice.batch.num_sequences)] += is_early
         if advice.is_blind:
             self._num_blind += 1
             self.recheck.begin(advice.batch.num_sequences)
@@ -370,6 +379,13 @@ class Advisor:
         return (
             self.is_drafting and not is_clear and self.recheck.is_due(batch.num_sequences) and self.cost.can_rest(batch)
         )
+
+    def _is_early(self, batch: BatchView) -> bool:
+        """Whether nobody knows yet what a step of so many takes without drafts, and in this one it cannot be measured,
+        since prompts are read in it, beside which drafts look cheap. But not for ever: it may always be so."""
+        num = batch.num_sequences
+        is_known = not batch.num_prompt_tokens or not self.cost.is_below(num)
+        return not is_known and self._nums_early[size_of_batch(num)] < MOST_EARLY
 
     def _can_pause(self, batch: BatchView) -> bool:
         """Whether beginning again behind a step without drafts costs little of the time that requests will take."""

@@ -54,7 +54,8 @@ class Curve:
 
         With `may_fall` a size stands as it is, whatever larger ones cost, if it was measured more than twice and not
         long ago, and is at least twice the smallest: where the device waits for the host, a verification behind a short
-        draft does take longer than one behind a long draft, and only a step without drafts takes less than both.
+        draft does take longer than one behind a long draft, and only a step without drafts takes less than both. And
+        what is smaller than all that was measured costs a little less than that, if larger sizes cost more.
         """
         self.prior_s = prior_s
         self.is_flat_below = is_flat_below
@@ -223,7 +224,9 @@ class Curve:
         right = np.searchsorted(places, np.arange(first, last + 1))
         least = np.minimum(heights[np.maximum(right - 1, 0)], heights[right])
         table[between] = np.clip(table[between], least, line)
-        table[:first] = table[first] * (1.0 if self.is_flat_below else _CENTERS[:first] / _CENTERS[first])
+        table[:first] = table[first] * _CENTERS[:first] / _CENTERS[first]
+        if self.is_flat_below:
+            table[:first] = np.maximum(table[:first], self._goes_on_below(table, places))
         far = places[places <= last - BUCKETS_PER_OCTAVE]
         if far.size:
             num = min(int(self._num_seen[last]), int(self._num_seen[far[-1]]), NUM_HELD)
@@ -238,6 +241,15 @@ class Curve:
         self._used[:] = self._ratios
         self._rebuild_at = self._now + NUM_HELD
         self._is_stale = False
+
+    def _goes_on_below(self, table: FloatArray, places: IntArray) -> FloatArray:
+        """Below all that was measured: half as steep as above it, since a curve that never bends down may there be
+        anything from flat to as steep."""
+        first = int(places[0])
+        above = places[places >= first + BUCKETS_PER_OCTAVE]
+        rise = max(float(table[above[0]] - table[first]), 0.0) if self.may_fall and above.size else 0.0
+        slope = rise / 2 / (_CENTERS[above[0]] - _CENTERS[first]) if rise else 0.0
+        return np.asarray(table[first] - slope * (_CENTERS[first] - _CENTERS[:first]))
 
     def _lowered(self, places: IntArray) -> FloatArray:
         """[places] ratios, where a larger size seems to be cheaper those of that."""

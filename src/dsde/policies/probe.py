@@ -20,6 +20,8 @@ SHARE = 0.01
 """of the time without speculation, that may go into probes; and of that which those who are new will take"""
 MOST_STEPS = 2.0
 """without drafts, that a probe is taken to cost at most"""
+MOST_READING = 0.5
+"""steps without drafts, that reading may take before one that is tried on credit"""
 MOST_UNTIMED = 4
 """probes one after the other that nobody timed, because they compiled, and that the next one follows at once: it will
 not compile any more. Further ones are paid for as expected, or else they might go on for ever"""
@@ -129,7 +131,7 @@ class Probe:
             is_untried = is_untried or self.cost.num_drafts < num_tried
         if not is_untried or batch.num_prompt_tokens or max(self._num_untimed, self._num_futile) > MOST_UNTIMED:
             return False
-        return float(self.cost.catch_up_s(num_behind)) <= MOST_STEPS * plain_s
+        return float(self.cost.catch_up_s(num_behind)) <= MOST_READING * plain_s
 
     def _may_begin(self, batch: BatchView, num_tried: int) -> bool:
         if not batch.rooms.any():

@@ -8,7 +8,7 @@ import pytest
 from dsde.policies.base import Outcome
 from dsde.policies.cost import CostModel
 from dsde.policies.curve import Curve
-from dsde.policies.pace import LEAST, MEMORY, Pace
+from dsde.policies.pace import LEAST, NUM_STEPS, Pace
 from dsde.policies.steadiness import Steadiness
 
 NOISE = 0.1
@@ -62,25 +62,58 @@ def test_a_size_that_was_not_known_well_says_nothing_of_the_machine() -> None:
     np.testing.assert_allclose(prices(cost)[1:], before[1:], rtol=0.01)
 
 
-def test_accidents_are_no_change() -> None:
-    pace, rng, moved = Pace(), np.random.default_rng(0), []
-    total = 1.0
+@pytest.mark.parametrize("late", [1.15, 3.0])
+def test_accidents_are_no_change(late: float) -> None:
+    """Every fifth step is late, and none is early: on average they take longer than mostly, for ever."""
+    pace, rng, moved, total = Pace(), np.random.default_rng(0), [], 1.0
     for number in range(2000):
-        held_up = 3.0 if number % 5 == 0 else 1.0
-        total *= pace.observe(held_up * float(rng.lognormal(0, 0.05)) / total)
+        total *= pace.observe(8, (late if number % 5 == 0 else 1.0) * float(rng.lognormal(0, 0.05)))
         moved.append(total)
     assert 0.93 < min(moved) <= max(moved) < 1.07
 
 
+def test_what_drafts_take_is_not_changed_by_steps_that_are_late_while_nobody_drafts() -> None:
+    cost, rng = CostModel(), np.random.default_rng(0)
+    for number in range(128):
+        cost.observe(outcome_of((0, 1, 2, 4)[number % 4], 1.0))
+    before = prices(cost)
+    for number in range(2000):
+        cost.observe(outcome_of(0, (1.15 if number % 5 == 0 else 1.0) * float(rng.lognormal(0, 0.02))))
+    np.testing.assert_allclose(prices(cost), before, rtol=0.04)
+
+
 def test_many_steps_at_once_count_as_many() -> None:
-    ratios = []
-    for num in (1, 8):
+    totals = []
+    for num in (1, NUM_STEPS):
         pace, total = Pace(), 1.0
-        for _ in range(16 // num):
-            total *= pace.observe(1.1 / total, num)
-        ratios.append(total)
-    assert ratios[0] == pytest.approx(1.1 - 0.1 * np.exp(-16 / MEMORY), abs=LEAST)
-    assert ratios[1] == pytest.approx(ratios[0], abs=LEAST)
+        for seconds in (1.0, 1.1):
+            for _ in range(NUM_STEPS // num):
+                total *= pace.observe(1, seconds, num)
+        totals.append(total)
+    assert totals == pytest.approx([1.1, 1.1], abs=LEAST)
+
+
+def test_a_change_that_somebody_else_has_told_is_not_told_again() -> None:
+    pace = Pace()
+    for _ in range(NUM_STEPS):
+        assert pace.observe(1, 1.0) == 1.0
+    pace.scale(1.5)
+    for _ in range(NUM_STEPS):
+        assert pace.observe(1, 1.5) == 1.0
+
+
+def test_what_was_out_of_use_may_have_changed_for_another_reason() -> None:
+    pace = Pace()
+    for seconds in (1.0, 1.2):
+        for _ in range(NUM_STEPS):
+            assert pace.observe(1, seconds) == 1.0
+        pace.leave(1)
+    # And what comes into use on a machine that has changed tells no change of its own.
+    for size, seconds, told in ((1, 1.2, 1.0), (1, 1.32, 1.1), (2, 5.0, 1.0), (2, 5.5, 1.1)):
+        total = 1.0
+        for _ in range(NUM_STEPS):
+            total *= pace.observe(size, seconds)
+        assert total == pytest.approx(told, abs=LEAST)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 
 from dsde.policies import Auto, BatchView, Outcome, Plan
 from dsde.policies.cost import CostModel
@@ -30,29 +31,31 @@ def view(num_missed: list[int]) -> BatchView:
     return BatchView(np.arange(num), np.full(num, 100), np.zeros(num), num, num_missed=np.array(num_missed))
 
 
-def limited(waves: Waves, batch: BatchView, lengths: list[int], is_doubtful: bool = False) -> tuple[list[int], bool]:
+def limited(
+    waves: Waves, batch: BatchView, lengths: list[int], is_doubtful: bool = False
+) -> tuple[list[int], list[int]]:
     waves.cost.see(batch)
-    found, is_wave = waves.limit(batch, np.array(lengths), is_doubtful)
-    return found.tolist(), is_wave
+    found, wave = waves.limit(batch, np.array(lengths), is_doubtful)
+    return found.tolist(), wave.tolist()
 
 
 def test_who_has_little_to_read_does_not_wait() -> None:
     waves = Waves(Known())
-    assert limited(waves, view([0, 2, 1]), [3, 4, 5]) == ([3, 4, 5], False)
+    assert limited(waves, view([0, 2, 1]), [3, 4, 5]) == ([3, 4, 5], [])
     few = int(FIRST * STEP_S / TOKEN_S / 4)
-    assert limited(waves, view([0, few, few, few]), [3, 4, 5, 6]) == ([3, 4, 5, 6], False)
+    assert limited(waves, view([0, few, few, few]), [3, 4, 5, 6]) == ([3, 4, 5, 6], [])
     # Nor is anything read for whoever is not to draft.
-    assert limited(waves, view([0, 10**6, 1]), [3, 0, 5]) == ([3, 0, 5], False)
+    assert limited(waves, view([0, 10**6, 1]), [3, 0, 5]) == ([3, 0, 5], [])
 
 
 def test_those_with_the_most_to_read_wait_until_it_is_known_what_came_of_the_others() -> None:
     waves, most = Waves(Known()), int(FIRST * STEP_S / TOKEN_S)
     missed, lengths = [most, 0, most // 2, most // 4, most], [1, 2, 3, 4, 5]
-    assert limited(waves, view(missed), lengths) == ([0, 2, 3, 4, 0], True)
+    assert limited(waves, view(missed), lengths) == ([0, 2, 3, 4, 0], [2, 3])
     waves.begin()
-    assert limited(waves, view([most, 0, 0, 0, most]), lengths) == ([0, 2, 3, 4, 0], False)
+    assert limited(waves, view([most, 0, 0, 0, most]), lengths) == ([0, 2, 3, 4, 0], [])
     waves.end(9.0, 9.0)
-    assert limited(waves, view([most, 0, 0, 0, most]), lengths) == (lengths, False), "twice as much"
+    assert limited(waves, view([most, 0, 0, 0, most]), lengths) == (lengths, []), "twice as much"
 
 
 def test_more_is_read_only_where_what_was_hoped_for_came() -> None:
@@ -61,8 +64,8 @@ def test_more_is_read_only_where_what_was_hoped_for_came() -> None:
     for share, num in ((1.0, 2), (HOPED, 4), (HOPED - 0.01, 1), (0.0, 1)):
         waves.begin()
         waves.end(10 * share, 10.0)
-        found, is_wave = limited(waves, view(missed), lengths)
-        assert (sum(found), is_wave) == (num, num < 4)
+        found, wave = limited(waves, view(missed), lengths)
+        assert (sum(found), len(wave)) == (num, num % 4), "none where nobody waits"
     waves.begin()
     waves.drop()
     assert sum(limited(waves, view(missed), lengths)[0]) == 1, "nothing was found out"
@@ -73,9 +76,9 @@ def test_more_is_read_only_where_what_was_hoped_for_came() -> None:
 
 def test_somebody_is_read_however_much_it_is_but_not_where_drafts_do_not_pay() -> None:
     waves = Waves(Known())
-    assert limited(waves, view([10**7, 10**6]), [1, 1]) == ([0, 1], True)
-    assert limited(waves, view([10**7, 10**6]), [1, 1], is_doubtful=True) == ([0, 0], False)
-    assert limited(waves, view([10**7, 0]), [1, 1], is_doubtful=True) == ([0, 1], False)
+    assert limited(waves, view([10**7, 10**6]), [1, 1]) == ([0, 1], [1])
+    assert limited(waves, view([10**7, 10**6]), [1, 1], is_doubtful=True) == ([0, 0], [])
+    assert limited(waves, view([10**7, 0]), [1, 1], is_doubtful=True) == ([0, 1], [])
 
 
 class Served:
@@ -86,29 +89,30 @@ class Served:
         self.missed = np.zeros(num, np.int64)
         self.left = np.full(num, 2000)
 
-    def step(self, rate: float) -> tuple[Plan, int]:
-        """Returns what the draft read, too."""
+    def step(self, rate: ArrayLike, can_read: bool = True) -> tuple[Plan, int]:
+        """With a rate for everybody, or one of each. Returns what the draft read, too."""
         everybody = np.arange(self.num)
         batch = BatchView(everybody, self.left - 1, np.zeros(self.num), self.num)
         plan = self.policy.plan(replace(batch, num_left=self.left.copy(), num_missed=self.missed.copy()))
         self.policy.settle()
-        drafts = plan.lengths > 0
-        stands = self.rng.random((self.num, 20)) < rate
-        accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), plan.lengths)
-        num_read, num_passes = int(self.missed[drafts].sum()), int(plan.lengths.max())
+        lengths = np.where(can_read | (self.missed < 3), plan.lengths, 0)
+        drafts = lengths > 0
+        stands = self.rng.random((self.num, 20)) < np.broadcast_to(rate, self.num)[:, None]
+        accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), lengths)
+        num_read, num_passes = int(self.missed[drafts].sum()), int(lengths.max())
         self.missed[:] = np.where(drafts, 0, self.missed + 1)
         self.left -= accepted + 1
         seen = Outcome(
             slots=everybody,
-            drafted=plan.lengths,
+            drafted=lengths,
             accepted=accepted,
             klds=np.empty(0),
             temperatures=np.zeros(self.num),
-            draft_signals=np.full((int(plan.lengths.sum()), 3), 0.5),
+            draft_signals=np.full((int(lengths.sum()), 3), 0.5),
             draft_s=0.1 * STEP_S * num_passes + TOKEN_S * num_read,
             verify_s=STEP_S,
             num_decoding=self.num,
-            num_drafted=int(plan.lengths.sum()),
+            num_drafted=int(lengths.sum()),
             num_draft_passes=num_passes,
             num_catch_up_tokens=num_read,
         )
@@ -143,3 +147,65 @@ def test_those_who_join_one_by_one_do_not_wait(served: Served) -> None:
     for slot in range(8):
         served.others_come([slot])
         assert served.step(0.9)[1] == PROMPT
+
+
+def test_what_comes_of_others_is_no_reason_to_read_for_those_who_are_new(served: Served) -> None:
+    others = list(range(8, 64))
+    served.others_come(others)
+    rates = np.where(np.isin(np.arange(64), others), 0.0, 0.9)
+    assert sum(served.step(rates)[1] for _ in range(40)) < 40 * PROMPT
+
+
+def test_drafting_goes_on_where_nothing_could_be_read(served: Served) -> None:
+    """There was no memory for it, say. Nobody has found out that drafts do not pay."""
+    served.others_come(list(range(64)))
+    plans = [served.step(0.9, can_read=number > 8)[0] for number in range(20)]
+    assert not any(plan.num_resting for plan in plans)
+    assert sum(plan.lengths.any() for plan in plans[:8]) >= 3, "it is tried again and again"
+    assert np.count_nonzero(plans[-1].lengths) > 32
+
+
+def test_nothing_is_thought_of_behind_a_wave_before_it_is_known_what_was_read(served: Served) -> None:
+    served.others_come(list(range(64)))
+    _, num_read = served.step(0.9)
+    assert 0 < num_read < 64 * PROMPT
+    assert served.policy._next is None
+    missed = served.missed.copy()
+    next_plan, _ = served.step(0.9)
+    assert (next_plan.lengths[missed == 0] > 0).all(), "those who were read for draft on"
+
+
+def test_requests_that_end_within_a_wave_do_not_count(served: Served) -> None:
+    served.others_come(list(range(64)))
+    policy, everybody = served.policy, np.arange(64)
+    view = BatchView(everybody, served.left - 1, np.zeros(64), 64, num_left=served.left, num_missed=served.missed)
+    plan = policy.plan(view)
+    assert policy.advisor.waves.is_open
+    lengths = plan.lengths[1:]
+    outcome = Outcome(
+        slots=everybody[1:],
+        drafted=lengths,
+        accepted=lengths,
+        klds=np.empty(0),
+        temperatures=np.zeros(63),
+        draft_signals=np.full((int(lengths.sum()), 3), 0.5),
+        draft_s=1e-3,
+        verify_s=STEP_S,
+        num_decoding=63,
+        num_drafted=int(lengths.sum()),
+        num_draft_passes=int(lengths.max()),
+        num_catch_up_tokens=PROMPT,
+    )
+    policy.observe(outcome)
+    policy.settle()
+    assert not policy.advisor.waves.is_open
+
+
+def test_a_wave_is_no_more_once_nobody_drafts() -> None:
+    waves, most = Waves(Known()), int(FIRST * STEP_S / TOKEN_S)
+    waves.begin()
+    waves.end(10.0, 10.0)
+    assert sum(limited(waves, view([most] * 8), [1] * 8)[0]) == 2
+    # All have been read for: whoever comes next may be others again.
+    limited(waves, view([0] * 8), [1] * 8)
+    assert sum(limited(waves, view([most] * 8), [1] * 8)[0]) == 1

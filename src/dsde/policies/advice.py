@@ -5,7 +5,7 @@ Knows how to be of use to a batch that is nearly the one it was made for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,8 +35,12 @@ class Advice:
     """that drafting is believed to save, and nobody does"""
     is_partial: bool = False
     """made for a part of those who are to draft: the draft has much to read for the others"""
-    is_wave: bool = False
-    """and for some of these; what comes of theirs tells whether to read more"""
+    wave: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    """slots of some of these; what comes of theirs tells whether to read more"""
+    is_waiting: bool = False
+    """made without drafts, until it is known what came of these"""
+    is_early: bool = False
+    """made without drafts, since nobody knows what this would take without them, and prompts are read"""
 
     @property
     def is_ruled(self) -> bool:

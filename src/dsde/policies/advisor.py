@@ -28,7 +28,7 @@ from dsde.policies.steadiness import Steadiness
 from dsde.policies.stretch import Stretch
 from dsde.policies.surplus import Surplus
 from dsde.policies.verifications import size_of_batch
-from dsde.policies.waves import Waves
+from dsde.policies.waves import NUM_IN_PASSING, Waves
 
 NUM_TRIED = 2
 """measurements of a size before it is believed"""
@@ -63,8 +63,6 @@ SAME = 0.1
 """share by which a step may take longer, or shorter, than was thought and be as thought"""
 MOST_EARLY = 8
 """steps that read prompts, at first for a size of batch, in which nobody drafts"""
-NUM_IN_PASSING = 2
-"""tokens that a draft reads beside the newest without taking longer"""
 LEAST_REST = 32
 """steps without drafts, told together, of which the first may be one behind drafts"""
 GAIN_MEMORY = 128.0
@@ -159,12 +157,13 @@ class Advisor:
         if pays and not self._can_rule and self.cost.needs_another_length:
             # Nobody ends a draft early, so that there would never be one.
             choice.lengths = np.where(choice.lengths == 1, np.minimum(2, batch.rooms), choice.lengths)
-        is_partial = is_wave = False
+        is_partial, wave, wanted = False, batch.slots[:0], choice.lengths
         if pays and not batch.favours_one_length:  # or all begin together
-            wanted = choice.lengths
-            choice.lengths, is_wave = self.waves.limit(batch, wanted, is_doubtful)
-            is_partial, pays = choice.lengths is not wanted, bool(choice.lengths.any())
-            is_doubtful = is_doubtful and pays
+            choice.lengths, wave = self.waves.limit(batch, wanted, is_doubtful)
+            is_partial = choice.lengths is not wanted
+        is_waiting = is_partial and not choice.lengths.any() and self.waves.is_open and not is_doubtful
+        pays = pays and bool(choice.lengths.any())
+        is_doubtful = is_doubtful and pays
         longer = self._stretched(batch, choice) if pays and not is_doubtful and not is_partial else None
         if longer is not None:
             choice.lengths, self._is_ruled = longer, False
@@ -181,7 +180,8 @@ class Advisor:
         lengths = np.where(chosen > 0, np.minimum(farthest, min(self._reach, max(known, FIRST_REACH))), 0)
         if pays or is_blind or self._is_hopeful(batch, outlooks):
             self.hope = 1.0
-        can_look = not (pays or is_blind or is_early) and (not self.probe.is_under_way or self.probe.is_due(batch))
+        is_pause = is_blind or is_early or is_waiting
+        can_look = not (pays or is_pause) and (not self.probe.is_under_way or self.probe.is_due(batch))
         is_probing = can_look and self.probe.begin(batch, NUM_TRIED, self.hope)
         if is_probing:
             lengths = self.probe.lengths
@@ -203,7 +203,7 @@ class Advisor:
                 "rate_off": choice.rate_off * ones,
             },
         )
-        if not (pays or is_probing or is_blind or is_early or self.probe.is_under_way):
+        if not (pays or is_probing or is_pause or self.probe.is_under_way):
             plain_s = float(self.cost.verify_s(batch.num_sequences))
             plan.num_resting = self.probe.num_steps_left(self.hope * plain_s + URGENCY * foregone_s)
             if foregone_s:
@@ -232,23 +232,25 @@ class Advisor:
             is_doubtful=is_doubtful,
             foregone_s=foregone_s,
             is_partial=is_partial,
-            is_wave=is_wave,
+            wave=wave,
+            is_waiting=is_waiting,
+            is_early=is_early,
         )
 
     def take(self, advice: Advice) -> None:
         """It will be followed. What is made of it for others, when somebody ends or joins, need not be taken again."""
         # Whoever only has to know what a step without drafts costs goes on behind it, and so do those who come after
         # requests that had no room left for a draft.
-        is_early = self._is_early(advice.batch)
-        is_pause = advice.is_blind or advice.is_roomless or is_early
+        is_pause = advice.is_blind or advice.is_roomless or advice.is_early or advice.is_waiting
         self.is_drafting = advice.rule is not None or (is_pause and self.is_drafting)
-        self._nums_early[size_of_batch(advice.batch.num_sequences)] += is_early
+        self._nums_early[size_of_batch(advice.batch.num_sequences)] += advice.is_early
         if advice.is_blind:
             self._num_blind += 1
             self.recheck.begin(advice.batch.num_sequences)
         if not self.is_drafting:
+            self._wave = None
             self.waves.reset()
-        elif advice.is_wave:
+        elif advice.wave.size:
             self._wave = advice
             self.waves.begin()
 
@@ -266,9 +268,9 @@ class Advisor:
         is_known = self.cost.num_verified(outcome.num_plain_tokens) > 0
         step = self.cost.observe(outcome)
         self._count_surplus(outcome, advice)
-        if advice is self._wave and advice.rule is not None:
+        if advice is self._wave:
             self._wave = None
-            self.waves.end(float(outcome.accepted.sum()), _num_accepted(advice.rule.outlooks, outcome.drafted))
+            self._end_wave(outcome, advice)
         if not self.cost.is_below(advice.batch.num_sequences):
             self._num_blind = 0
         plain_s = self._plain_s(outcome)
@@ -379,6 +381,18 @@ class Advisor:
         return (
             self.is_drafting and not is_clear and self.recheck.is_due(batch.num_sequences) and self.cost.can_rest(batch)
         )
+
+    def _end_wave(self, outcome: Outcome, advice: Advice) -> None:
+        """By those of it who did draft: there may have been too little room to read for all of them, and some may have
+        ended. What a rule cut off was hoped for, too."""
+        rule, plan, slots = advice.rule, advice.plan, outcome.slots[outcome.drafted > 0]
+        _, mine, _ = np.intersect1d(advice.batch.slots, np.intersect1d(slots, advice.wave), return_indices=True)
+        theirs = np.isin(outcome.slots, advice.batch.slots[mine])
+        if rule is None or not mine.size:
+            self.waves.drop()
+            return
+        hoped = np.minimum(rule.usual[mine], plan.lengths[mine])
+        self.waves.end(float(outcome.accepted[theirs].sum()), _num_accepted(rule.outlooks[mine], hoped))
 
     def _is_early(self, batch: BatchView) -> bool:
         """Whether nobody knows yet what a step of so many takes without drafts, and in this one it cannot be measured,

@@ -71,8 +71,12 @@ class Auto(Policy):
         return [self.cost]
 
     def plan(self, batch: BatchView) -> Plan:
+        num_put_off = self._num_put_off
         with self.thinking:
-            return self._plan(batch)
+            plan = self._plan(batch)
+        if num_put_off and not self._num_put_off:
+            self.thinking.end()
+        return plan
 
     def _plan(self, batch: BatchView) -> Plan:
         current = self._current
@@ -160,7 +164,8 @@ class Auto(Policy):
             self.cost.see(coming)
             self._next = self.advisor.advise(coming)
         elif coming is None and current is not None and self._num_rested >= current.plan.num_resting:
-            self._next = self.advisor.advise(current.batch)
+            # Those of a wave are taken not to have read anything yet.
+            self._next = None if current.wave.size else self.advisor.advise(current.batch)
 
     def rules_on(self) -> bool:
         return self._next is None or self._next.is_ruled

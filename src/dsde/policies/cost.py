@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
-from dsde.policies.curve import KNEE, LEAST_CHANGE, NUM_TRUSTED, Curve
+from dsde.policies.curve import KNEE, LEAST_CHANGE, NUM_TRUSTED, Curve, bucket_of
 from dsde.policies.pace import Pace
 from dsde.policies.prompt_steps import PromptSteps
 from dsde.policies.slots import SlotTable
@@ -112,8 +112,9 @@ class CostModel:
     def __init__(self, num_tried: int = 1, is_flat_below: bool = False) -> None:
         """A draft pass is believed to cost what it does once `num_tried` steps have drafted, and not before.
 
-        With `is_flat_below` sizes below all that were measured cost no less. That is for a policy which would otherwise
-        make many small passes, and which measures a step without drafts before it compares anything with it.
+        With `is_flat_below` sizes below all that were measured cost no less, or little less. That is for a policy which
+        would otherwise make many small passes, and which measures a step without drafts before it compares anything
+        with it.
         """
         self._num_tried = num_tried
         self._verifications = Verifications(VERIFY_S, is_flat_below)
@@ -345,7 +346,17 @@ class CostModel:
             self._tempo.pass_over()  # steps of a batch size that is new do not tell, however many are waited for
             return
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)
-        self._scale(factor)
+        if factor != 1.0:
+            self._pace.scale(factor)
+            self._scale(factor)
+
+    def _follow_pace(self, outcome: Outcome, is_in_use: bool) -> None:
+        num_verified = _num_verified(outcome)
+        size = size_of_batch(outcome.num_sequences), bucket_of(num_verified)
+        if not is_in_use:
+            self._pace.leave(size)
+        elif not outcome.num_prompt_tokens and self.num_verified(num_verified) >= NUM_SETTLED:
+            self._scale(self._pace.observe(size, outcome.verify_s, outcome.num_steps))
 
     def _scale(self, factor: float) -> None:
         if factor != 1.0:
@@ -360,11 +371,7 @@ class CostModel:
             is_in_use = self.age(num_verified) < LONGEST_UNSEEN
             if is_plain and not is_in_use:
                 self._verify.renew(num_verified, NUM_KEPT)
-            # Of that very size: a line between sizes may be off, and the machine would seem to change for ever.
-            ratio = self._verify.ratio(num_verified, outcome.verify_s)
-            is_settled = is_in_use and self.num_verified(num_verified) >= NUM_SETTLED
-            if ratio is not None and is_settled and not outcome.num_prompt_tokens:
-                self._scale(self._pace.observe(ratio, outcome.num_steps))
+            self._follow_pace(outcome, is_in_use)
             self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:
             self._num_idle += 0 if outcome.has_drafts else outcome.num_steps

@@ -49,7 +49,7 @@ class Curve:
     """
 
     def __init__(self, prior_s: float, is_flat_below: bool = False, may_fall: bool = False, noise: float = 0.0) -> None:
-        """With `is_flat_below`, sizes below the smallest measured cost as much as that. Beyond the largest a line goes
+        """With `is_flat_below`, sizes below the smallest measured cost about as much. Beyond the largest a line goes
         up by as much as it does with certainty, if one measurement is off by a share of `noise`.
 
         With `may_fall` a size stands as it is, whatever larger ones cost, if it was measured more than twice and not
@@ -89,7 +89,7 @@ class Curve:
         """So many measurements of a size."""
         if not (math.isfinite(seconds) and seconds >= 0 and size >= 1):
             return
-        index = _bucket(size)
+        index = bucket_of(size)
         num_seen = int(self._num_seen[index])
         if self._now - int(self._seen_at[index]) > LONGEST_PAUSE:
             num_seen = 0
@@ -109,7 +109,7 @@ class Curve:
     def remember(self, sizes: FloatArray, seconds: FloatArray) -> None:
         """What was measured of these sizes lately took this, oldest first. It counts instead of all that was, unless it
         is too little to count."""
-        indices = np.array([_bucket(size) for size in sizes.tolist()])
+        indices = np.array([bucket_of(size) for size in sizes.tolist()])
         ratios = seconds / (self.prior_s * np.maximum(sizes, KNEE) / KNEE)
         for index in np.unique(indices).tolist():
             newest = ratios[indices == index][-NUM_HELD:]
@@ -124,8 +124,8 @@ class Curve:
         self._now += num
 
     def renew(self, size: float, num_kept: int = 1) -> None:
-        """What was measured at about this size counts no longer, but for the newest: of two the lower one does."""
-        index = _bucket(size)
+        """What was measured at about this size counts no longer, but for the `num_kept` newest."""
+        index = bucket_of(size)
         num_seen = int(self._num_seen[index])
         if num_seen > num_kept:
             newest = np.arange(num_seen - num_kept, num_seen) % NUM_HELD
@@ -135,7 +135,7 @@ class Curve:
 
     def keep(self, size: float) -> None:
         """Forget all but what was measured at about this size: it takes clearly less than it did, so they may, too."""
-        self._num_seen[np.arange(NUM_BUCKETS) != _bucket(size)] = 0
+        self._num_seen[np.arange(NUM_BUCKETS) != bucket_of(size)] = 0
         self._is_stale = True
 
     def go_by(self, nearest: Curve | None, others: list[Curve]) -> None:
@@ -168,21 +168,21 @@ class Curve:
 
     def ratio(self, size: float, seconds: float) -> float | None:
         """Of these seconds to those that such a size takes; None: it is not known well enough to tell."""
-        index = _bucket(size)
+        index = bucket_of(size)
         known_s = float(self._ratios[index]) * self.prior_s * max(size, KNEE) / KNEE
         return seconds / known_s if self._num_seen[index] >= NUM_TRUSTED and known_s > 0 else None
 
     def num_near(self, size: float) -> int:
         """Measurements made at about this size."""
-        return int(self._num_seen[_bucket(size)])
+        return int(self._num_seen[bucket_of(size)])
 
     def num_at_most(self, size: float) -> int:
         """Measurements made at about this size, or below it."""
-        return int(self._num_seen[: _bucket(size) + 1].sum())
+        return int(self._num_seen[: bucket_of(size) + 1].sum())
 
     def age(self, size: float) -> int:
         """Measurements made since the last one at about this size."""
-        return self._now - int(self._seen_at[_bucket(size)])
+        return self._now - int(self._seen_at[bucket_of(size)])
 
     @property
     def sizes(self) -> FloatArray:
@@ -296,5 +296,5 @@ class Curve:
         self._is_stale = bool(held)
 
 
-def _bucket(size: float) -> int:
+def bucket_of(size: float) -> int:
     return min(max(round(BUCKETS_PER_OCTAVE * math.log2(size)), 0), NUM_BUCKETS - 1)

@@ -186,10 +186,9 @@ class Probe:
 
     def end(self, step: StepCost, plain_s: float, is_resumed: bool = False, delay_s: float = 0.0) -> None:
         """The step that was one took this, and would have taken `plain_s` without; or everybody was later for it by
-        `delay_s`, if that is more. Debts have an end: it may have been
-        held up, and nobody would look again for long. But not for ever: probes that are always dear are paid for. With
-        `is_resumed` its draft began from rest, and may have taken longer than one that follows on another: from now on
-        looks come in pairs.
+        `delay_s`, if that is more. Debts have an end: it may have been held up, and nobody would look again for long.
+        But not for ever: probes that are always dear are paid for. With `is_resumed` its draft began from rest, and may
+        have taken longer than one that follows on another: from now on looks come in pairs.
         """
         self._in_pairs = self._in_pairs or is_resumed
         more_s = max(step.draft_s + step.catch_up_s + step.verify_s - plain_s, delay_s - step.beyond_s)

@@ -24,42 +24,46 @@ class Waves:
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
         self._size = FIRST
-        self._is_open = False
+        self.is_open = False
         """whether there is one of which it is not known yet what came of it"""
 
-    def limit(self, batch: BatchView, lengths: IntArray, is_doubtful: bool) -> tuple[IntArray, bool]:
-        """[batch] the lengths of those who may draft now, the same if nobody has to wait, and whether they are a wave.
-        Those with the most to read wait, and where drafts do not seem to pay all who have much."""
+    def limit(self, batch: BatchView, lengths: IntArray, is_doubtful: bool) -> tuple[IntArray, IntArray]:
+        """[batch] the lengths of those who may draft now, the same if nobody has to wait, and the slots of those among
+        them that are a wave. Those with the most to read wait, and where drafts do not seem to pay all who have much.
+        """
         behind = np.where(lengths > 0, self.cost.behind(batch.slots), 0)
         behind = np.where(behind > NUM_IN_PASSING, behind, 0)
-        if not behind.any():
-            return lengths, False
+        nobody = batch.slots[:0]
+        step_s = float(self.cost.verify_s(batch.num_sequences))
+        if float(self.cost.catch_up_s(behind.sum())) <= FIRST * step_s:
+            self._size = FIRST  # all who were to be read have been
+            if not (behind.any() and (is_doubtful or self.is_open)):
+                return lengths, nobody
         order = np.argsort(behind, kind="stable")
         num = int(np.count_nonzero(behind == 0))
-        if not (is_doubtful or self._is_open):
-            most_s = self._size * float(self.cost.verify_s(batch.num_sequences))
+        if not (is_doubtful or self.is_open):
             reading_s = self.cost.catch_up_s(np.add.accumulate(behind[order]))
             # Somebody reads, however much it is.
-            num = max(int(np.searchsorted(reading_s, most_s, side="right")), num + 1)
+            num = max(int(np.searchsorted(reading_s, self._size * step_s, side="right")), num + 1)
             if num == lengths.size:
-                return lengths, False
+                return lengths, nobody
         limited = np.zeros_like(lengths)
         limited[order[:num]] = lengths[order[:num]]
-        return limited, bool((behind[order[:num]] > 0).any())
+        return limited, batch.slots[(behind > 0) & (limited > 0)]
 
     def begin(self) -> None:
         """One is under way."""
-        self._is_open = True
+        self.is_open = True
 
     def drop(self) -> None:
         """Nothing will come of it."""
-        self._is_open = False
+        self.is_open = False
 
     def end(self, num_accepted: float, num_expected: float) -> None:
         """It is known what came of it."""
-        self._is_open = False
+        self.is_open = False
         self._size = 2 * self._size if num_accepted >= HOPED * num_expected else FIRST
 
     def reset(self) -> None:
         """Nobody drafts any more."""
-        self._size, self._is_open = FIRST, False
+        self._size, self.is_open = FIRST, False

@@ -94,7 +94,7 @@ class BatchView(_Counted):
     favours_one_length: bool = False
     """whether all are in every draft pass, and drafts of one length are verified faster than ones that differ"""
     has_whole_passes: bool = False
-    """whether all are in every pass of a draft that a rule may end, whoever still drafts: it takes no less with fewer"""
+    """whether all are in every pass of a draft that a rule may end, whoever still drafts: fewer save nothing of it"""
 
 
 @dataclass(slots=True)

@@ -388,7 +388,7 @@ class Advisor:
         rule, plan, slots = advice.rule, advice.plan, outcome.slots[outcome.drafted > 0]
         _, mine, _ = np.intersect1d(advice.batch.slots, np.intersect1d(slots, advice.wave), return_indices=True)
         theirs = np.isin(outcome.slots, advice.batch.slots[mine])
-        if rule is None or not mine.size:
+        if rule is None or rule.usual is None or not mine.size:
             self.waves.drop()
             return
         hoped = np.minimum(rule.usual[mine], plan.lengths[mine])

@@ -20,7 +20,7 @@ from dsde.policies.choice import Choice, choose
 from dsde.policies.cost import CostModel
 from dsde.policies.lifespan import Lifespan
 from dsde.policies.menu import Menu
-from dsde.policies.price import find_prices
+from dsde.policies.price import Prices, find_prices
 from dsde.policies.probe import Probe
 from dsde.policies.recheck import Recheck
 from dsde.policies.sight import Sight, fill_chances
@@ -130,67 +130,43 @@ class Advisor:
 
     def advise(self, batch: BatchView) -> Advice:
         """On a step of such a batch, which `cost` has seen. It may begin a look: what is said is taken or dropped."""
-        self.cost.turn_to(batch.num_sequences)
+        num = batch.num_sequences
+        self.cost.turn_to(num)
         outlooks, doubts = self.acceptance.outlooks(batch.slots)
         starts_s = self.cost.start_of(False), self.cost.start_of(True)
-        self._is_ruled = not self._can_rule or self.sight.is_worth_it(batch.num_sequences, starts_s)
-        # The benefit of the doubt: whoever drafts too little is never seen to deserve more. Many are not all in doubt
-        # the same way. While nobody drafts there are probes for that; and of what nobody looks at too much costs more.
-        doubts /= np.sqrt(max(batch.slots.size, 1))
-        is_looked_at = self._is_ruled and self._can_rule
-        hopes = np.minimum(outlooks + doubts, HIGHEST) if self.is_drafting and is_looked_at else outlooks
-        choice = self._choose(batch, hopes, self._start_s)
-        is_worth = self._is_worth_reading(batch, choice)
-        if not is_worth.all():
-            # Without those who will have ended before it has paid for what their drafts must read first.
-            choice = self._choose(batch, np.where(is_worth, hopes, LOWEST), self._start_s)
-            choice.lengths = np.where(is_worth, choice.lengths, 0)
+        self._is_ruled = not self._can_rule or self.sight.is_worth_it(num, starts_s)
+        choice, is_worth = self._choose_readers(batch, self._hopes(outlooks, doubts))
         is_blind, is_early = self._is_blind(batch, choice), self._is_early(batch)
         pays, foregone_s = (False, 0.0) if is_blind or is_early else self._decide(batch, choice)
         is_doubtful = pays and not self._seems_to_pay(choice)
-        if pays and self._can_rule and self.sight.is_try(batch.num_sequences):
-            # By the way that was found better it pays, whatever the other one seems to bring.
-            self._is_ruled = not self._is_ruled
-            other = self._choose(batch, np.where(is_worth, outlooks, LOWEST), self._start_s)
-            choice = other if other.lengths.any() else choice
-            choice.lengths = np.where(is_worth, choice.lengths, 0)
-        if pays and not self._can_rule and self.cost.needs_another_length:
-            # Nobody ends a draft early, so that there would never be one.
-            choice.lengths = np.where(choice.lengths == 1, np.minimum(2, batch.rooms), choice.lengths)
-        is_partial, wave, wanted = False, batch.slots[:0], choice.lengths
-        if pays and not batch.favours_one_length:  # or all begin together
-            choice.lengths, wave = self.waves.limit(batch, wanted, is_doubtful)
-            is_partial = choice.lengths is not wanted
-        is_waiting = is_partial and not choice.lengths.any() and self.waves.is_open and not is_doubtful
-        pays = pays and bool(choice.lengths.any())
-        is_doubtful = is_doubtful and pays
-        longer = self._stretched(batch, choice) if pays and not is_doubtful and not is_partial else None
-        if longer is not None:
-            choice.lengths, self._is_ruled = longer, False
+        wave, is_partial, is_waiting, is_stretched = batch.slots[:0], False, False, False
+        if pays:
+            choice = self._try_others(batch, choice, outlooks, is_worth)
+            wanted = choice.lengths
+            if not batch.favours_one_length:  # or all begin together
+                choice.lengths, wave = self.waves.limit(batch, wanted, is_doubtful)
+                is_partial = choice.lengths is not wanted
+            pays = bool(choice.lengths.any())
+            is_waiting = is_partial and not pays and self.waves.is_open and not is_doubtful
+            is_doubtful = is_doubtful and pays
+            longer = self._stretched(batch, choice) if pays and not is_doubtful and not is_partial else None
+            if longer is not None:
+                choice.lengths, self._is_ruled, is_stretched = longer, False, True
         chosen = choice.lengths if pays else choice.lengths * 0
-        num_emitted = batch.num_sequences + _num_accepted(outlooks, chosen)
-        planned_rate = num_emitted / choice.seconds if pays and longer is None and not is_partial else 0.0
-        expected_rate = planned_rate * self._gain
-        expected_rate /= 1 + expected_rate * self.surplus.token_s(batch.num_sequences)[True]
-        rate = max(expected_rate, choice.rate_off)
-        # A draft whose tokens all look sure may go well beyond what is usual. Not so the first ones, at all and in a
-        # batch of this size: nobody knows what so many tokens cost.
-        known = (2 * self.cost.most_verified - batch.num_sequences) // max(batch.num_sequences, 1)
-        farthest = 2 * chosen + 2 if self._is_ruled else chosen
-        lengths = np.where(chosen > 0, np.minimum(farthest, min(self._reach, max(known, FIRST_REACH))), 0)
+        is_whole = pays and not is_partial and not is_stretched
+        planned_rate = (num + _num_accepted(outlooks, chosen)) / choice.seconds if is_whole else 0.0
+        rate = max(self._expected_rate(num, planned_rate), choice.rate_off)
         if pays or is_blind or self._is_hopeful(batch, outlooks):
             self.hope = 1.0
         is_pause = is_blind or is_early or is_waiting
         can_look = not (pays or is_pause) and (not self.probe.is_under_way or self.probe.is_due(batch))
         is_probing = can_look and self.probe.begin(batch, NUM_TRIED, self.hope)
-        if is_probing:
-            lengths = self.probe.lengths
-        else:
+        if not is_probing:
             self.probe.pass_over()
-        prices = find_prices(self.cost, rate, outlooks, chosen, batch.rooms, batch.num_sequences)
+        prices = find_prices(self.cost, rate, outlooks, chosen, batch.rooms, num)
         ones = np.ones(batch.slots.size)
         plan = Plan(
-            lengths=lengths,
+            lengths=self.probe.lengths if is_probing else self._limits(num, chosen),
             predicted=chosen.astype(np.float64),
             votes=ones.astype(np.bool_),
             signals={
@@ -204,23 +180,9 @@ class Advisor:
             },
         )
         if not (pays or is_probing or is_pause or self.probe.is_under_way):
-            plain_s = float(self.cost.verify_s(batch.num_sequences))
-            plan.num_resting = self.probe.num_steps_left(self.hope * plain_s + URGENCY * foregone_s)
-            if foregone_s:
-                plan.num_resting = min(plan.num_resting, int(self._missing_s(batch) / foregone_s))
-        rule = None
-        if pays:
-            rule = StopByWorth(
-                weights=self.acceptance.weights[2:].copy(),
-                offsets=self.acceptance.offsets(outlooks),
-                outlooks=outlooks,
-                keep_above=rate * prices.token_s,
-                go_on_above=rate * (prices.token_s + prices.each_s),
-                pass_above=rate * prices.pass_s,
-                usual=chosen,
-                dearer=rate * (prices.beyond_s - prices.token_s),
-            )
-            plan.stop = rule if self._is_ruled else None
+            plan.num_resting = self._num_resting(batch, foregone_s)
+        rule = self._rule(outlooks, chosen, prices, rate) if pays else None
+        plan.stop = rule if self._is_ruled else None
         return Advice(
             batch,
             plan,
@@ -235,6 +197,68 @@ class Advisor:
             wave=wave,
             is_waiting=is_waiting,
             is_early=is_early,
+        )
+
+    def _hopes(self, outlooks: FloatArray, doubts: FloatArray) -> FloatArray:
+        """[batch] the benefit of the doubt: whoever drafts too little is never seen to deserve more. While nobody
+        drafts there are probes for that; and of what nobody looks at too much costs more."""
+        if not (self.is_drafting and self._is_ruled and self._can_rule):
+            return outlooks
+        # Many are not all in doubt the same way.
+        hopes: FloatArray = np.minimum(outlooks + doubts / np.sqrt(max(doubts.size, 1)), HIGHEST)
+        return hopes
+
+    def _choose_readers(self, batch: BatchView, hopes: FloatArray) -> tuple[Choice, BoolArray]:
+        """Without those who will have ended before it has paid for what their drafts must read first: [batch] who is
+        left, too."""
+        choice = self._choose(batch, hopes, self._start_s)
+        is_worth = self._is_worth_reading(batch, choice)
+        if not is_worth.all():
+            choice = self._choose(batch, np.where(is_worth, hopes, LOWEST), self._start_s)
+            choice.lengths = np.where(is_worth, choice.lengths, 0)
+        return choice, is_worth
+
+    def _try_others(self, batch: BatchView, choice: Choice, outlooks: FloatArray, is_worth: BoolArray) -> Choice:
+        """Of drafts that are made anyway: the other way, or longer ones, where nothing would be known of them."""
+        if self._can_rule and self.sight.is_try(batch.num_sequences):
+            # By the way that was found better it pays, whatever the other one seems to bring.
+            self._is_ruled = not self._is_ruled
+            other = self._choose(batch, np.where(is_worth, outlooks, LOWEST), self._start_s)
+            choice = other if other.lengths.any() else choice
+            choice.lengths = np.where(is_worth, choice.lengths, 0)
+        if not self._can_rule and self.cost.needs_another_length:
+            # Nobody ends a draft early, so that there would never be one.
+            choice.lengths = np.where(choice.lengths == 1, np.minimum(2, batch.rooms), choice.lengths)
+        return choice
+
+    def _expected_rate(self, num_sequences: int, planned_rate: float) -> float:
+        """Tokens per second, by what was realised of such plans, and with what steps take beyond what was told."""
+        rate = planned_rate * self._gain
+        return rate / (1 + rate * self.surplus.token_s(num_sequences)[True])
+
+    def _limits(self, num_sequences: int, chosen: IntArray) -> IntArray:
+        """[batch] tokens that a draft may have. One whose tokens all look sure may go well beyond what is usual. Not so
+        the first ones, at all and in a batch of this size: nobody knows what so many tokens cost."""
+        known = (2 * self.cost.most_verified - num_sequences) // max(num_sequences, 1)
+        farthest = 2 * chosen + 2 if self._is_ruled else chosen
+        return np.where(chosen > 0, np.minimum(farthest, min(self._reach, max(known, FIRST_REACH))), 0)
+
+    def _num_resting(self, batch: BatchView, foregone_s: float) -> int:
+        """Steps before it is time for another look, or to begin."""
+        plain_s = float(self.cost.verify_s(batch.num_sequences))
+        num = self.probe.num_steps_left(self.hope * plain_s + URGENCY * foregone_s)
+        return min(num, int(self._missing_s(batch) / foregone_s)) if foregone_s else num
+
+    def _rule(self, outlooks: FloatArray, chosen: IntArray, prices: Prices, rate: float) -> StopByWorth:
+        return StopByWorth(
+            weights=self.acceptance.weights[2:].copy(),
+            offsets=self.acceptance.offsets(outlooks),
+            outlooks=outlooks,
+            keep_above=rate * prices.token_s,
+            go_on_above=rate * (prices.token_s + prices.each_s),
+            pass_above=rate * prices.pass_s,
+            usual=chosen,
+            dearer=rate * (prices.beyond_s - prices.token_s),
         )
 
     def take(self, advice: Advice) -> None:

@@ -6,11 +6,14 @@ import gc
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dsde import LLM, InvalidInput, SamplingParams, cli
+from dsde.engine import executor
 from dsde.policies import CostModel
 from test_loader import make_folder
 from tiny import make_engine, run, tiny_model
@@ -94,20 +97,22 @@ def test_a_file_that_would_not_do_is_refused_before_the_work(
         LLM("no such target", policy=policy, cost_model=file)
 
 
-def test_a_trace_says_what_the_cost_model_expected() -> None:
+def test_a_trace_says_what_the_cost_model_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: 0.004 * next(ticks)))
     engine = make_engine(tiny_model(seed=1), tiny_model(seed=1, noise=0.2), "static:2|gate")
     number = engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=60), trace=True)
     trace = run(engine)[number].metrics.trace
     assert trace is not None
     first = trace[0]
-    assert (first.expected_draft_s, first.expected_verify_s) == pytest.approx(
-        (first.drafted * 0.001, 0.01)
-    )  # the prior
-    drafting = [record for record in trace if record.drafted]
+    prior = first.drafted * 0.001, 0.01
+    assert (first.expected_draft_s, first.expected_verify_s) == pytest.approx(prior)
     assert all(record.expected_draft_s == 0 for record in trace if not record.drafted)
-    expected = [(record.expected_draft_s or 0) + (record.expected_verify_s or 0) for record in drafting[-8:]]
-    measured = [record.draft_s + record.verify_s for record in drafting[-8:]]
-    assert 0.2 < sorted(expected)[4] / sorted(measured)[4] < 5  # a busy machine is no clock
+    settled = [record for record in trace[-8:] if record.drafted != 1]  # by this clock a pass less saves nothing
+    for record in settled:
+        measured = record.draft_s if record.drafted else 0.0, record.verify_s
+        assert (record.expected_draft_s, record.expected_verify_s) == pytest.approx(measured, rel=0.05)
+    assert any(record.drafted for record in settled)
     assert engine.policy.cost_model is not None
 
 

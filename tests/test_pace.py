@@ -8,7 +8,7 @@ import pytest
 from dsde.policies.base import Outcome
 from dsde.policies.cost import CostModel
 from dsde.policies.curve import Curve
-from dsde.policies.pace import LEAST, NUM_STEPS, Pace
+from dsde.policies.pace import LEAST, LONGEST_UNSEEN, MOST_APART, NUM_STEPS, Pace
 from dsde.policies.steadiness import Steadiness
 
 NOISE = 0.1
@@ -102,18 +102,65 @@ def test_a_change_that_somebody_else_has_told_is_not_told_again() -> None:
         assert pace.observe(1, 1.5) == 1.0
 
 
+def observed(pace: Pace, seconds: dict[int, float], num: int) -> float:
+    """By what was multiplied, in so many steps of each of these sizes by turns."""
+    total = 1.0
+    for _ in range(num):
+        for size, each in seconds.items():
+            total *= pace.observe(size, each)
+    return total
+
+
 def test_what_was_out_of_use_may_have_changed_for_another_reason() -> None:
     pace = Pace()
-    for seconds in (1.0, 1.2):
-        for _ in range(NUM_STEPS):
-            assert pace.observe(1, seconds) == 1.0
-        pace.leave(1)
+    assert observed(pace, {1: 1.0}, NUM_STEPS) == 1.0
+    assert observed(pace, {2: 3.0}, LONGEST_UNSEEN + 1) == 1.0
+    assert observed(pace, {1: 1.2}, 10 * NUM_STEPS) == 1.0
     # And what comes into use on a machine that has changed tells no change of its own.
-    for size, seconds, told in ((1, 1.2, 1.0), (1, 1.32, 1.1), (2, 5.0, 1.0), (2, 5.5, 1.1)):
-        total = 1.0
-        for _ in range(NUM_STEPS):
-            total *= pace.observe(size, seconds)
-        assert total == pytest.approx(told, abs=LEAST)
+    assert observed(pace, {1: 1.32}, 10 * NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
+    assert observed(pace, {3: 5.0}, 10 * NUM_STEPS) == 1.0
+    assert observed(pace, {3: 5.5}, 10 * NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
+
+
+@pytest.mark.parametrize("change", [1.15, 0.85])
+def test_one_size_that_changes_by_itself_says_nothing_of_the_machine(change: float) -> None:
+    pace = Pace()
+    assert observed(pace, {1: 1.0, 8: 2.0}, NUM_STEPS) == 1.0
+    assert observed(pace, {1: 1.0, 8: 2.0 * change}, 10 * NUM_STEPS) == 1.0
+    assert observed(pace, {1: change**2, 8: 2.0 * change}, 10 * NUM_STEPS) == pytest.approx(change, abs=LEAST)
+
+
+def test_the_price_of_one_length_beside_another_is_that_of_its_own_steps() -> None:
+    """By turns short drafts and long ones, of which only these become dearer."""
+    cost = CostModel()
+    for dearer in (1.0, 1.15):
+        for _ in range(200):
+            for length in (1, 7):
+                outcome = outcome_of(length, 1.0)
+                outcome.verify_s = 20e-3 if length == 1 else 24e-3 * dearer
+                cost.observe(outcome)
+    assert cost.verify_s([2, 8]) == pytest.approx([20e-3, 24e-3 * 1.15])
+    assert float(cost.draft_s(1)) == pytest.approx(5e-3, rel=0.05)
+
+
+@pytest.mark.parametrize("lengths", [(3,), (3, 5), (1, 3, 5), (1, 3, 5, 7)])
+def test_a_machine_is_followed_whatever_lengths_there_are_by_turns(lengths: tuple[int, ...]) -> None:
+    cost, rng = CostModel(), np.random.default_rng(0)
+    for number in range(1200):
+        pace = 1 + 0.2 * float(np.clip((number - 300) / 400, 0, 1))
+        length = 0 if number < 60 else int(rng.choice(lengths))
+        cost.observe(outcome_of(length, pace * float(rng.lognormal(0, 0.02))))
+    assert float(cost.verify_s(1)) == pytest.approx(1.2 * 28e-3, rel=0.03)
+
+
+def test_a_size_that_is_rare_does_not_hold_up_the_others() -> None:
+    pace = Pace()
+    often = {size: 1.0 for size in range(2)}
+    rarely = {9: 1.0}
+    for _ in range(2 * NUM_STEPS):
+        assert observed(pace, often, MOST_APART) * observed(pace, rarely, 1) == 1.0
+    slower = {size: 1.1 for size in often}
+    assert observed(pace, slower, NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -350,12 +350,10 @@ class CostModel:
             self._pace.scale(factor)
             self._scale(factor)
 
-    def _follow_pace(self, outcome: Outcome, is_in_use: bool) -> None:
+    def _follow_pace(self, outcome: Outcome) -> None:
         num_verified = _num_verified(outcome)
-        size = size_of_batch(outcome.num_sequences), bucket_of(num_verified)
-        if not is_in_use:
-            self._pace.leave(size)
-        elif not outcome.num_prompt_tokens and self.num_verified(num_verified) >= NUM_SETTLED:
+        if not outcome.num_prompt_tokens and self.num_verified(num_verified) >= NUM_SETTLED:
+            size = size_of_batch(outcome.num_sequences), bucket_of(num_verified)
             self._scale(self._pace.observe(size, outcome.verify_s, outcome.num_steps))
 
     def _scale(self, factor: float) -> None:
@@ -368,10 +366,9 @@ class CostModel:
         if outcome.verify_s > 0 and not outcome.is_odd:
             num_verified = _num_verified(outcome)
             is_plain = not num_passes and not outcome.num_drafted and not outcome.num_prompt_tokens
-            is_in_use = self.age(num_verified) < LONGEST_UNSEEN
-            if is_plain and not is_in_use:
+            if is_plain and self.age(num_verified) >= LONGEST_UNSEEN:
                 self._verify.renew(num_verified, NUM_KEPT)
-            self._follow_pace(outcome, is_in_use)
+            self._follow_pace(outcome)
             self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:
             self._num_idle += 0 if outcome.has_drafts else outcome.num_steps

@@ -420,6 +420,7 @@ def test_a_pass_takes_as_long_for_few_where_all_are_in_it() -> None:
         cost.observe(outcome_of([0], [2], [1], 0.2, 1.0))
         cost.see(whole)
         cost.observe(outcome_of([0, 1, 2, 3], [4, 0, 1, 1], [1, 0, 1, 1], 1.2, 1.0))
+    assert set(cost._starts[False].drafts[1::2, 1]) == {4.0}
     cost.see(whole)
     assert cost.draft_s(np.array([1.0, 2.0, 4.0])) == pytest.approx(0.3, rel=0.1)
     cost.see(batch_of([0]))

@@ -155,11 +155,11 @@ def test_a_machine_is_followed_whatever_lengths_there_are_by_turns(lengths: tupl
 
 def test_a_size_that_is_rare_does_not_hold_up_the_others() -> None:
     pace = Pace()
-    often = {size: 1.0 for size in range(2)}
+    often = dict.fromkeys(range(2), 1.0)
     rarely = {9: 1.0}
     for _ in range(2 * NUM_STEPS):
         assert observed(pace, often, MOST_APART) * observed(pace, rarely, 1) == 1.0
-    slower = {size: 1.1 for size in often}
+    slower = dict.fromkeys(often, 1.1)
     assert observed(pace, slower, NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
 
 

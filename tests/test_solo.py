@@ -307,6 +307,7 @@ def test_a_rule_is_asked_where_no_step_is_made_alone(way: Way, how: str) -> None
         engine.add(*one)
     run(engine)
     assert executor.num_by_heart <= (0 if how != "a length asked for" else 2)
+    assert {batch.has_whole_passes for batch in policy.batches} == {how == "a length asked for"}
     assert sum(not outcome.is_by_heart for outcome in policy.outcomes) > 5
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dsde.policies import Auto, BatchView, Outcome, Plan
+from dsde.policies import Auto, BatchView, Outcome, Plan, Policy
 from dsde.policies.advice import Advice
 from dsde.policies.auto import MOST_REPEATS
+from dsde.policies.base import Stage
 from dsde.policies.thinking import LEAST, SHARE, Thinking
 
 STEP_S = 30e-3
@@ -31,19 +32,25 @@ class Slow(Auto):
         clock = Clock()
         self.thinking = Thinking(clock)
         self.num_thoughts = 0
+        self.thought_s = thought_s
         think = self.advisor.advise
 
         def slowly(batch: BatchView) -> Advice:
             self.num_thoughts += 1
-            clock.now_s += thought_s
+            clock.now_s += self.thought_s
             return think(batch)
 
         self.advisor.advise = slowly  # type: ignore[method-assign]
 
 
-def step(policy: Auto, rng: np.random.Generator, slots: np.ndarray, rate: float = 0.9) -> Plan:
+def step(policy: Policy, rng: np.random.Generator, slots: np.ndarray, rate: float = 0.9, room: int = 100) -> Plan:
     """Of a machine where a draft pass takes a tenth of a verification."""
-    plan = policy.plan(BatchView(slots, np.full(slots.size, 100), np.zeros(slots.size), slots.size))
+    return _step(policy, rng, BatchView(slots, np.full(slots.size, room), np.zeros(slots.size), slots.size), rate)[0]
+
+
+def _step(policy: Policy, rng: np.random.Generator, batch: BatchView, rate: float) -> tuple[Plan, np.ndarray]:
+    """[batch] how many tokens each got, too."""
+    slots, plan = batch.slots, policy.plan(batch)
     stands = rng.random((slots.size, 20)) < rate
     accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), plan.lengths)
     num_drafted, num_passes = int(plan.lengths.sum()), int(plan.lengths.max())
@@ -62,7 +69,7 @@ def step(policy: Auto, rng: np.random.Generator, slots: np.ndarray, rate: float 
         num_draft_passes=num_passes,
     )
     policy.observe(replace(seen, is_ruled=plan.stop is not None))
-    return plan
+    return plan, accepted + 1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5 * SHARE, 10 * SHARE])
@@ -93,6 +100,61 @@ def test_for_another_batch_there_is_another_plan_by_all_that_was_seen() -> None:
     step(policy, rng, np.arange(3))
     assert policy.num_thoughts == before + 1
     assert len(learnt) == num_unlearnt
+
+
+def test_an_interrupted_repeat_is_one_thought() -> None:
+    """Sizes of batch by turns, so that no plan is ever repeated."""
+    policy, rng = Slow(STEP_S), np.random.default_rng(0)
+    for thought_s in (STEP_S, 0.5 * STEP_S):
+        policy.thought_s = thought_s
+        before = policy.num_thoughts
+        for number in range(100):
+            step(policy, rng, np.arange(2 + number % 2))
+        assert policy.num_thoughts - before == 100
+        assert policy.thinking._thought_s == pytest.approx(thought_s, rel=0.01)
+
+
+class Stopped(Stage):
+    """Nobody drafts in these steps."""
+
+    def __init__(self, numbers: set[int]) -> None:
+        self.numbers = numbers
+        self.num_plans = 0
+
+    def apply(self, plan: Plan, batch: BatchView) -> None:
+        self.num_plans += 1
+        if self.num_plans in self.numbers:
+            plan.lengths[:] = 0
+            plan.signals["stopped"] = np.ones(batch.slots.size)
+
+
+@pytest.mark.parametrize("thought_s", [0.0, STEP_S])
+def test_what_a_stage_made_of_a_plan_is_not_repeated(thought_s: float) -> None:
+    stopped = {70, 81, 92, 103}
+    policy, rng = Slow(thought_s) | Stopped(stopped), np.random.default_rng(0)
+    plans = [step(policy, rng, np.arange(2)) for _ in range(120)]
+    without = {number for number, plan in enumerate(plans, 1) if number > 60 and not plan.lengths.any()}
+    assert stopped <= without
+    assert not without & {number + later for number in stopped for later in (1, 2)}
+    assert {number for number, plan in enumerate(plans, 1) if "stopped" in plan.signals} == stopped
+    assert {number for number, plan in enumerate(plans, 1) if number > 60 and plan.num_lowered} == stopped
+
+
+@pytest.mark.parametrize("thought_s", [0.0, STEP_S])
+@pytest.mark.parametrize("num_tokens", [20, 100])
+def test_no_token_counts_twice_when_it_is_learnt_of_late(thought_s: float, num_tokens: int) -> None:
+    """Of requests that all have as many: how long they last would be overrated."""
+    policy, rng, slots = Slow(thought_s), np.random.default_rng(0), np.arange(2)
+    left, means = np.full(2, num_tokens), []
+    for _ in range(600):
+        batch = BatchView(slots, left - 1, np.zeros(2), 2, num_left=left.copy(), num_missed=np.zeros(2, np.int64))
+        left -= _step(policy, rng, batch, 0.9)[1]
+        gone = slots[left <= 0]
+        if gone.size:
+            policy.forget(gone)
+            left[gone] = num_tokens
+        means.append(policy.advisor.lifespan._mean)
+    assert set(means[300:]) == {num_tokens}
 
 
 def test_drafts_that_no_longer_pay_are_stopped_nearly_as_soon() -> None:

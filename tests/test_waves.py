@@ -89,17 +89,20 @@ class Served:
         self.missed = np.zeros(num, np.int64)
         self.left = np.full(num, 2000)
 
-    def step(self, rate: ArrayLike, can_read: bool = True) -> tuple[Plan, int]:
-        """With a rate for everybody, or one of each. Returns what the draft read, too."""
+    def step(self, rate: ArrayLike, can_read: bool = True, num_cut: int = 0) -> tuple[Plan, int]:
+        """With a rate for everybody, or one of each; a rule cuts off the whole draft of the first few. Returns what the
+        draft read, too."""
         everybody = np.arange(self.num)
         batch = BatchView(everybody, self.left - 1, np.zeros(self.num), self.num)
         plan = self.policy.plan(replace(batch, num_left=self.left.copy(), num_missed=self.missed.copy()))
         self.policy.settle()
         lengths = np.where(can_read | (self.missed < 3), plan.lengths, 0)
         drafts = lengths > 0
+        if plan.stop is not None:
+            lengths[:num_cut] = 0
         stands = self.rng.random((self.num, 20)) < np.broadcast_to(rate, self.num)[:, None]
         accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), lengths)
-        num_read, num_passes = int(self.missed[drafts].sum()), int(lengths.max())
+        num_read, num_passes = int(self.missed[drafts].sum()), max(int(lengths.max()), int(drafts.any()))
         self.missed[:] = np.where(drafts, 0, self.missed + 1)
         self.left -= accepted + 1
         seen = Outcome(
@@ -173,6 +176,61 @@ def test_nothing_is_thought_of_behind_a_wave_before_it_is_known_what_was_read(se
     missed = served.missed.copy()
     next_plan, _ = served.step(0.9)
     assert (next_plan.lengths[missed == 0] > 0).all(), "those who were read for draft on"
+
+
+def looking(served: Served) -> None:
+    """Every draft is by a rule."""
+    served.policy.advisor.sight.is_worth_it = lambda *_: True  # type: ignore[method-assign]
+    served.policy.advisor.sight.is_try = lambda *_: False  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("num_cut", "size"), [(0, 4 * FIRST), (50, FIRST), (64, FIRST)])
+def test_whom_a_rule_lets_have_nothing_was_read_for_all_the_same(served: Served, num_cut: int, size: float) -> None:
+    """What comes of the others, all of which stands, is not what was hoped for."""
+    looking(served)
+    waves = served.policy.advisor.waves
+    waves._size = 2 * FIRST
+    served.others_come(list(range(64)))
+    served.step(0.999, num_cut=num_cut)
+    served.policy.settle()
+    assert not waves.is_open
+    assert waves._size == size
+
+
+def test_no_more_was_hoped_for_than_drafts_may_have(served: Served) -> None:
+    advisor = served.policy.advisor
+    advisor._reach = 1
+    served.others_come(list(range(64)))
+    plan, _ = served.step(0.999)
+    assert plan.lengths.max() <= 2
+    served.policy.settle()
+    assert advisor.waves._size == 2 * FIRST
+
+
+def test_a_part_is_no_measure_of_all_nor_good_for_another_step(served: Served) -> None:
+    served.others_come(list(range(64)))
+    served.step(0.9)
+    advice = served.policy._current
+    assert advice is not None
+    assert advice.is_partial
+    assert not advice.can_be_repeated
+    assert advice.planned_rate == 0
+
+
+def test_who_waits_for_a_wave_goes_on_drafting_and_who_stops_has_none(served: Served) -> None:
+    served.others_come(list(range(64)))
+    served.step(0.9)
+    advisor, advice = served.policy.advisor, served.policy._current
+    assert advice is not None
+    assert advisor.waves.is_open
+    without = replace(advice, rule=None, wave=advice.wave[:0])
+    advisor.take(replace(without, is_waiting=True))
+    assert advisor.is_drafting
+    assert advisor.waves.is_open
+    advisor.take(without)
+    assert not advisor.is_drafting
+    assert not advisor.waves.is_open
+    assert advisor._wave is None
 
 
 def test_requests_that_end_within_a_wave_do_not_count(served: Served) -> None:

@@ -189,7 +189,7 @@ class DeviceExecutor:
 
     @property
     def most_whole(self) -> int:
-        return MOST_ALONE if self._can_be_alone else 0
+        return MOST_ALONE if self._can_be_alone and self.makes_solos else 0
 
     def __init__(self, host: HostExecutor, max_num_seqs: int, max_model_len: int) -> None:
         self.host = host

@@ -143,7 +143,8 @@ class Planner:
             num_left=rooms + 1,
             num_missed=_num_missed(chosen) if self._must_read else None,
             pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
-            has_whole_passes=num_decoding <= self.most_whole,
+            # Where logits are wanted the host is asked about every token, and fewer still draft.
+            has_whole_passes=num_decoding <= self.most_whole and all(s.params.logprobs is None for s in chosen),
         )
 
     def observe(

@@ -20,6 +20,7 @@ class Advice:
     batch: BatchView
     """that it is for: as it was then, and once it is followed as it is"""
     plan: Plan
+    """as it was thought of"""
     planned_rate: float
     """tokens per second while drafting; 0: not everybody drafts who would, or only to look"""
     rule: StopByWorth | None
@@ -41,6 +42,8 @@ class Advice:
     """made without drafts, until it is known what came of these"""
     is_early: bool = False
     """made without drafts, since nobody knows what this would take without them, and prompts are read"""
+    followed: Plan | None = None
+    """the plan as it was handed out last, and stages have changed it"""
 
     @property
     def is_ruled(self) -> bool:
@@ -51,6 +54,25 @@ class Advice:
     def can_be_repeated(self) -> bool:
         """Whether it is as good for another step: everybody drafts, and that seems to pay."""
         return self.rule is not None and not self.is_doubtful and not self.is_partial
+
+    def follow(self, batch: BatchView) -> Plan:
+        """Its plan, to be changed by whoever it is handed to, for this batch."""
+        lengths = np.minimum(self.plan.lengths, batch.rooms)
+        self.batch = batch
+        self.followed = replace(self.plan, lengths=lengths, signals=dict(self.plan.signals))
+        return self.followed
+
+    def end_rest(self) -> int:
+        """No step of a rest is announced any more. Returns how many were."""
+        num_resting, self.plan.num_resting = self.plan.num_resting, 0
+        if self.followed is not None:
+            self.followed.num_resting = 0
+        return num_resting
+
+    @property
+    def lengths(self) -> IntArray:
+        """[batch] tokens that drafts were allowed to have in the end."""
+        return (self.followed or self.plan).lengths
 
     def fits(self, batch: BatchView) -> bool:
         mine = self.batch

@@ -366,7 +366,7 @@ class Advisor:
         self.cost.turn_to(num)
         beforehand = self._choose(advice.batch, rule.outlooks, self.cost.start_of(False)).lengths
         # Those who did not draft for another reason would not have drafted then either.
-        beforehand = np.where(advice.plan.lengths > 0, beforehand, 0)
+        beforehand = np.where(advice.lengths > 0, beforehand, 0)
         most = max(int(drafted.max()), int(beforehand.max()), 1)
         chances = fill_chances(drafted, found, rule.outlooks, most)
         survivals = np.multiply.accumulate(chances, axis=1)
@@ -407,15 +407,21 @@ class Advisor:
         )
 
     def _end_wave(self, outcome: Outcome, advice: Advice) -> None:
-        """By those of it who did draft: there may have been too little room to read for all of them, and some may have
-        ended. What a rule cut off was hoped for, too."""
-        rule, plan, slots = advice.rule, advice.plan, outcome.slots[outcome.drafted > 0]
-        _, mine, _ = np.intersect1d(advice.batch.slots, np.intersect1d(slots, advice.wave), return_indices=True)
-        theirs = np.isin(outcome.slots, advice.batch.slots[mine])
+        """By those of it whom the draft has read for: there may have been too little room for all of them, and some may
+        have ended. What a rule cut off was hoped for, too, be it all of somebody's."""
+        rule, batch = advice.rule, advice.batch
+        _, mine, theirs = np.intersect1d(batch.slots, outcome.slots, return_indices=True)
+        is_there = np.isin(batch.slots[mine], advice.wave)
+        mine, theirs = mine[is_there], theirs[is_there]
+        num_to_read = 0 if batch.num_missed is None else int(batch.num_missed[mine].sum())
+        num_read = outcome.num_catch_up_tokens + outcome.num_draft_prompt_tokens
+        if not (outcome.is_ruled and 0 < num_to_read <= num_read + NUM_IN_PASSING * mine.size):
+            has_drafted = outcome.drafted[theirs] > 0
+            mine, theirs = mine[has_drafted], theirs[has_drafted]
         if rule is None or rule.usual is None or not mine.size:
             self.waves.drop()
             return
-        hoped = np.minimum(rule.usual[mine], plan.lengths[mine])
+        hoped = np.minimum(rule.usual[mine], advice.lengths[mine])
         self.waves.end(float(outcome.accepted[theirs].sum()), _num_accepted(rule.outlooks[mine], hoped))
 
     def _is_early(self, batch: BatchView) -> bool:

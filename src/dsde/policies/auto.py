@@ -63,6 +63,10 @@ class Auto(Policy):
         self.thinking = Thinking()
         """where nobody calls `settle`: the machine waits for it"""
         self._unlearnt: list[tuple[Outcome, Advice]] = []
+        self._seen: BatchView | None = None
+        """the newest batch of which there was asked"""
+        self._num_late = 0
+        """of the outcomes to be learnt, that were there before: what is known of that batch has them in it"""
         self._gone: set[int] = set()
         """slots of sequences that have ended, to be forgotten when what was seen of them is learnt"""
 
@@ -87,6 +91,7 @@ class Auto(Policy):
         is_same = num_late > 0 and current is not None and current.fits(batch)
         if num_late > MOST_LATE or is_same or not self._gone.isdisjoint(batch.slots.tolist()):
             self._learn()
+        self._seen, self._num_late = batch, len(self._unlearnt)
         has_missed = self.cost.see(batch)
         is_new = self.advisor.meet(batch)
         has_met = bool(is_new.any())
@@ -116,12 +121,10 @@ class Auto(Policy):
 
     def _follow(self, advice: Advice, batch: BatchView) -> Plan:
         """Its plan is that of the next step, of which nothing has been seen yet."""
-        advice.batch = batch
-        advice.plan.lengths = np.minimum(advice.plan.lengths, batch.rooms)
         self._current = advice
         self._num_observed = self._num_settled = self._num_rested = 0
         self._is_settled = False
-        return advice.plan
+        return advice.follow(batch)
 
     def observe(self, outcome: Outcome) -> None:
         if not self._is_settled and not self._rests():
@@ -238,8 +241,7 @@ class Auto(Policy):
             self._drop_next()
         if self._current is not None and self._current.plan.num_resting:
             # Announced for as long as nobody ends; but who is left may go on with it.
-            self._num_left = max(self._current.plan.num_resting - self._num_rested, 0)
-            self._current.plan.num_resting = 0
+            self._num_left = max(self._current.end_rest() - self._num_rested, 0)
 
     def _drop_next(self) -> None:
         if self._next is not None:
@@ -247,12 +249,15 @@ class Auto(Policy):
         self._next = None
 
     def _learn(self) -> None:
-        is_late = bool(self._unlearnt) and all(advice is not self._current for _, advice in self._unlearnt)
-        for outcome, advice in _told_together(self._unlearnt):
+        late, newer = self._unlearnt[: self._num_late], self._unlearnt[self._num_late :]
+        self._unlearnt, self._num_late = [], 0
+        for outcome, advice in _told_together(late):
             self.advisor.learn(outcome, advice)
-        self._unlearnt.clear()
-        if is_late and self._current is not None:
-            self.cost.see(self._current.batch)  # what they missed is in what that one knew
+        if late and self._seen is not None:  # or they would count twice
+            self.cost.see(self._seen)
+            self.advisor.lifespan.see(self._seen.slots, self._seen.num_left)
+        for outcome, advice in _told_together(newer):
+            self.advisor.learn(outcome, advice)
         if self._gone:
             slots = np.array(sorted(self._gone))
             self._gone.clear()

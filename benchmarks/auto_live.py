@@ -371,11 +371,10 @@ class Bench:
         return [length for length in lengths if length == lengths[0] or max(rates) ** length >= LEAST_CHANCE]
 
     def _turns_s(self, is_fixed: bool, number: int) -> list[float]:
-        """Of a round. Steps of a fixed length are alike, so half the time will do."""
+        """Of a round. All of them last as long, since contexts grow meanwhile, and everything takes longer."""
         turn_s = float(self.options.turn_s)
         if is_fixed:
-            return [turn_s / 2 if number else 0.0]
-        # Learnt is in turns like those that count: in one that lasts contexts grow, and everything takes longer.
+            return [turn_s if number else 0.0]
         return [turn_s] * (1 if number else max(round(self.options.learn_s / max(turn_s, LEAST_S)), 1))
 
     def _save(self, batch: int, rates: Sequence[float], found: dict[str, list[Counter[str]]]) -> None:
@@ -479,7 +478,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--policies", type=items, default="dsde,auto", help="beside off and the static lengths")
     parser.add_argument("--rounds", type=int, default=4, help="that count")
-    parser.add_argument("--turn-s", type=float, default=0.25, help="half as long for off and the static lengths")
+    parser.add_argument("--turn-s", type=float, default=0.25, help="of every policy in every round")
     parser.add_argument("--learn-s", type=float, default=1.0, help="turns of others that do not count")
     parser.add_argument("--context-tokens", type=int, default=512, help="that every turn begins with")
     return parse(parser)

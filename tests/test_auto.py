@@ -95,6 +95,17 @@ def test_everybodys_rate_is_that_of_sequences_and_not_of_tokens() -> None:
     assert 0.6 < model.rate < 0.75
 
 
+def test_where_nobody_looked_history_is_learnt_all_the_same() -> None:
+    model, rng = AcceptanceModel(), np.random.default_rng(0)
+    draft_and_test(model, rng, np.zeros(4), np.zeros(2), 20)
+    weights, rate = model.weights.copy(), model.rate
+    for _ in range(50):
+        model.observe(outcome([4, 4], [4, 4], np.empty((0, 3))))
+    assert np.array_equal(model.weights, weights)
+    assert model.rate > rate
+    assert (model.outlooks(np.arange(2))[0] > 0.9).all()
+
+
 def test_signals_that_tell_nothing_are_left_to_history() -> None:
     rng, model = np.random.default_rng(5), AcceptanceModel()
     rates = np.array([0.9, 0.3] * 4)

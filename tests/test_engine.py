@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsde import InvalidInput, RequestOutput, SamplingParams
+from dsde.bench.recorder import Recorder as BenchRecorder
 from dsde.engine.engine import Engine
 from dsde.engine.executor import Landing, Seconds
 from dsde.engine.planning import LengthPlan
@@ -480,6 +481,31 @@ def test_a_policy_observes_its_own_sequences_only() -> None:
     seen = [outcome for outcome in recorder.outcomes if outcome.drafted.sum()]
     assert [outcome.klds.tolist() for outcome in seen] == [record.klds for record in trace]
     assert [outcome.accepted.tolist() for outcome in seen] == [[record.accepted] for record in trace]
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+def test_drafts_that_no_rule_may_end_are_looked_at_if_somebody_wants_it(is_looked_at: bool) -> None:
+    """On a CPU, where it takes time; whoever records wants it in any case."""
+
+    class Indifferent(Recorder):
+        needs = Need.DRAFT_SIGNALS
+
+        def plan(self, batch: BatchView) -> Plan:
+            plan = super().plan(batch)
+            plan.wants_signals = is_looked_at
+            return plan
+
+    params = SamplingParams(temperature=0, max_tokens=20)
+    for wraps in (False, True):
+        policy = Indifferent()
+        recorder = BenchRecorder(policy) if wraps else policy
+        engine = make_engine(TARGET, DRAFT, recorder)
+        engine.add([1, 2, 3], params)
+        run(engine)
+        drafts = [outcome for outcome in recorder.outcomes if outcome.drafted.any()]
+        assert len(drafts) > 3
+        expected = [int(outcome.drafted.sum()) if is_looked_at or wraps else 0 for outcome in drafts]
+        assert [outcome.draft_signals.shape[0] for outcome in drafts] == expected
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -167,6 +167,56 @@ def test_tokens_are_looked_at_unless_the_device_waits_too_long_for_that(ruled_s:
     assert difference == pytest.approx(ruled_s, abs=0.3e-3)
 
 
+@pytest.mark.parametrize("look_share", [0.0, 0.2])
+def test_where_looks_take_time_and_tell_nothing_few_are_taken(look_share: float) -> None:
+    """As on a CPU. Passes that are looked at tell what one takes, and others take less than that."""
+    policy, rng, found = Auto(), np.random.default_rng(0), []
+    for _ in range(1500):
+        plan = policy.plan(batch_of_one())
+        is_looked_at = plan.stop is not None or plan.wants_signals
+        num = int(np.minimum(plan.lengths, plan.predicted.astype(np.int64))[0])
+        found.append((plan.stop is not None, is_looked_at) if num else None)
+        stands = np.minimum.accumulate(rng.random(40) < 0.8)[:num].sum()
+        outcome = Outcome(
+            slots=np.arange(1),
+            drafted=np.array([num]),
+            accepted=np.array([stands]),
+            klds=np.empty(0),
+            temperatures=np.zeros(1),
+            draft_signals=rng.random((num, 3)) if is_looked_at else np.empty((0, 3)),
+            draft_s=4e-3 * (1 + look_share * is_looked_at) * num,
+            verify_s=18e-3 + 0.5e-3 * num,
+            num_decoding=1,
+            num_drafted=num,
+            num_draft_passes=num,
+            is_ruled=plan.stop is not None,
+        )
+        policy.observe(outcome)
+    drafts = [each for each in found[500:] if each is not None]
+    assert len(drafts) > 900
+    if look_share:
+        assert sum(is_ruled for is_ruled, _ in drafts) < 0.05 * len(drafts)
+        assert 0.2 < sum(is_looked_at for _, is_looked_at in drafts) / len(drafts) < 0.3
+        assert policy.cost.start_of(False) >= 0
+    assert all(is_looked_at for is_ruled, is_looked_at in drafts if is_ruled)
+
+
+def test_drafts_that_take_less_than_their_passes_are_told_from_others() -> None:
+    start = Start()
+    for _ in range(3):
+        start.observe_beside(3, 1.0, 3 * 0.4e-3, pass_s=0.5e-3)
+    assert start.seconds == 0
+    assert start.beside_s == pytest.approx(-0.3e-3)
+    start.renew()
+    for num_passes in [1, 2, 3, 4] * 8:
+        start.observe(num_passes, 1.0, 0.1e-3 + num_passes * 0.5e-3)
+    assert start.beside_s == start.seconds > 0
+
+
+def batch_of_one() -> BatchView:
+    return BatchView(np.arange(1), np.full(1, 100), np.zeros(1), 1)
+
+
 def test_a_way_that_loses_outright_is_tried_and_not_stuck_to() -> None:
     """Where it does not pay at all the other one still does, and whether it pays again is seen."""
     policy, num = Auto(), 3000

@@ -26,7 +26,9 @@ class Recorder(Policy):
         return self.policy.cost_model
 
     def plan(self, batch: BatchView) -> Plan:
-        return self.policy.plan(batch)
+        plan = self.policy.plan(batch)
+        plan.wants_signals = True
+        return plan
 
     def observe(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -369,12 +369,14 @@ class Engine:
         return work
 
     def _wish(self, decodes: list[Sequence], plan: LengthPlan) -> DraftWish:
+        # A device looks in passing, and all its graphs are made for that.
+        is_looked_at = self.executor.is_asynchronous or plan.plan is None or plan.plan.wants_signals
         wish = DraftWish(
             plan.lengths,
             plan.stop,
             self._wants_klds(decodes),
             self.planner.needs_token_probs,
-            self.planner.needs_draft_signals,
+            self.planner.needs_draft_signals and is_looked_at,
         )
         wish.is_steady = not self.scheduler.has_room and all(s.params.logprobs is None for s in decodes)
         if plan.plan is not None:

@@ -156,6 +156,8 @@ class AcceptanceModel:
         if not total:
             self._fade(outcome.num_steps)
             return
+        if outcome.draft_signals.shape[0] != int(np.add.reduce(outcome.drafted)):
+            return  # nobody looked
         self._lessons.append(_Lesson(outcome, num_tested, _log_odds(outlooks)))
         self._num_due += total
         if self._num_due >= MANY_AT_ONCE:

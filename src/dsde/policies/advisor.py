@@ -18,6 +18,7 @@ from dsde.policies.advice import Advice
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome, Plan
 from dsde.policies.choice import Choice, choose
 from dsde.policies.cost import CostModel
+from dsde.policies.detour import Detour
 from dsde.policies.lifespan import Lifespan
 from dsde.policies.menu import Menu
 from dsde.policies.price import Prices, find_prices
@@ -65,6 +66,12 @@ MOST_EARLY = 8
 """steps that read prompts, at first for a size of batch, in which nobody drafts"""
 LEAST_REST = 32
 """steps without drafts, told together, of which the first may be one behind drafts"""
+LOOKED_AT_EVERY = 4
+"""drafts of those that no rule may end: of so many it is learnt what signals tell, where looking takes time"""
+LONGEST_KNOWN = 32
+"""verifications of other sizes after which nobody knows any more what one takes: machines change"""
+MOST_ASIDE = 0.2
+"""share of the rate that lengths may seem to cost which are made only to see what they take now"""
 GAIN_MEMORY = 128.0
 """steps after which what was realised of a planned rate counts about a third"""
 
@@ -90,6 +97,7 @@ class Advisor:
         self.recheck = Recheck()
         self.steadiness = Steadiness()
         self.stretch = Stretch()
+        self.detour = Detour()
         self.surplus = Surplus()
         self.waves = Waves(cost)
         self.hope = 1.0
@@ -111,6 +119,8 @@ class Advisor:
         self._last_look: Advice | None = None
         self._wave: Advice | None = None
         """of which it is not known yet what came of it"""
+        self._num_unruled = 0
+        """plans with drafts that no rule may end"""
         self._had_drafts = False
         """whether the step did that was learnt from last"""
         self._foregone_s = 0.0
@@ -133,13 +143,13 @@ class Advisor:
         num = batch.num_sequences
         self.cost.turn_to(num)
         outlooks, doubts = self.acceptance.outlooks(batch.slots)
-        starts_s = self.cost.start_of(False), self.cost.start_of(True)
+        starts_s = self.cost.beside_of(False), self.cost.beside_of(True)
         self._is_ruled = not self._can_rule or self.sight.is_worth_it(num, starts_s)
         choice, is_worth = self._choose_readers(batch, self._hopes(outlooks, doubts))
         is_blind, is_early = self._is_blind(batch, choice), self._is_early(batch)
         pays, foregone_s = (False, 0.0) if is_blind or is_early else self._decide(batch, choice)
         is_doubtful = pays and not self._seems_to_pay(choice)
-        wave, is_partial, is_waiting, is_stretched = batch.slots[:0], False, False, False
+        wave, is_partial, is_waiting, is_detour = batch.slots[:0], False, False, False
         if pays:
             choice = self._try_others(batch, choice, outlooks, is_worth)
             wanted = choice.lengths
@@ -149,11 +159,13 @@ class Advisor:
             pays = bool(choice.lengths.any())
             is_waiting = is_partial and not pays and self.waves.is_open and not is_doubtful
             is_doubtful = is_doubtful and pays
-            longer = self._stretched(batch, choice) if pays and not is_doubtful and not is_partial else None
-            if longer is not None:
-                choice.lengths, self._is_ruled, is_stretched = longer, False, True
+            if self._can_rule and pays and not is_doubtful and not is_partial:
+                others = self._stretched(batch, choice)
+                others = self._aside(batch, choice, outlooks) if others is None else others
+                if others is not None:
+                    choice.lengths, self._is_ruled, is_detour = others, False, True
         chosen = choice.lengths if pays else choice.lengths * 0
-        is_whole = pays and not is_partial and not is_stretched
+        is_whole = pays and not is_partial and not is_detour
         planned_rate = (num + _num_accepted(outlooks, chosen)) / choice.seconds if is_whole else 0.0
         rate = max(self._expected_rate(num, planned_rate), choice.rate_off)
         if pays or is_blind or self._is_hopeful(batch, outlooks):
@@ -183,6 +195,9 @@ class Advisor:
             plan.num_resting = self._num_resting(batch, foregone_s)
         rule = self._rule(outlooks, chosen, prices, rate) if pays else None
         plan.stop = rule if self._is_ruled else None
+        if pays and not self._is_ruled:
+            self._num_unruled += 1
+            plan.wants_signals = self._num_unruled % LOOKED_AT_EVERY == 0
         return Advice(
             batch,
             plan,
@@ -196,6 +211,7 @@ class Advisor:
             is_partial=is_partial,
             wave=wave,
             is_waiting=is_waiting,
+            is_detour=is_detour,
             is_early=is_early,
         )
 
@@ -290,6 +306,8 @@ class Advisor:
         """What became of it."""
         thought_s = self._plain_s(outcome)
         is_known = self.cost.num_verified(outcome.num_plain_tokens) > 0
+        if advice.is_detour:
+            self.cost.renew_verified(outcome)
         step = self.cost.observe(outcome)
         self._count_surplus(outcome, advice)
         if advice is self._wave:
@@ -321,6 +339,7 @@ class Advisor:
             return
         self.recheck.count(outcome.num_sequences)
         self.stretch.count(outcome.num_sequences)
+        self.detour.count(outcome.num_sequences)
         self._reach = min(2 * self._reach, self.max_length)
         if advice.rule is not None and not outcome.is_by_heart:
             self._can_rule = self._can_rule and advice.is_ruled == outcome.is_ruled
@@ -496,7 +515,7 @@ class Advisor:
     def _stretched(self, batch: BatchView, choice: Choice) -> IntArray | None:
         """[batch] lengths beyond all that were verified so far, if none beyond those chosen were, and it is time to try
         some."""
-        if not self._can_rule or not self.stretch.is_due(batch.num_sequences):
+        if not self.stretch.is_due(batch.num_sequences):
             return None
         num, longest = batch.num_sequences, int(choice.lengths.max())
         if self.cost.most_verified // num - 1 > longest:
@@ -504,6 +523,23 @@ class Advisor:
         lengths = np.where(choice.lengths > 0, np.minimum(2 * choice.lengths + 1, batch.rooms), 0)
         lengths = np.minimum(lengths, self.max_length)
         return lengths if int(lengths.max()) > longest else None
+
+    def _aside(self, batch: BatchView, choice: Choice, outlooks: FloatArray) -> IntArray | None:
+        """[batch] lengths a token shorter or longer, if it is time to try some, as many have not been verified for a
+        while, and they seem to bring nearly as much."""
+        num = batch.num_sequences
+        if not self.detour.is_due(num):
+            return None
+        step = self.detour.step(num) if int(choice.lengths.max()) > 1 else 1
+        lengths = np.where(choice.lengths > 0, np.maximum(choice.lengths + step, 1), 0)
+        lengths = np.minimum(lengths, np.minimum(batch.rooms, self.max_length))
+        num_tokens, longest = num + int(lengths.sum()), int(lengths.max())
+        is_known = self.cost.num_verified(num_tokens) >= NUM_TRIED
+        if (lengths == choice.lengths).all() or not is_known or self.cost.age(num_tokens) < LONGEST_KNOWN:
+            return None
+        drafting_s = self.cost.drafting_s(num_tokens - num, longest)
+        rate = (num + _num_accepted(outlooks, lengths)) / (drafting_s + float(self.cost.verify_s(num_tokens)))
+        return lengths if rate > (1 - MOST_ASIDE) * choice.rate else None
 
     def _choose(self, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
         return choose(self._menu, self.cost, batch, outlooks, start_s, self.surplus.token_s(batch.num_sequences))

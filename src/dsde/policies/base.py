@@ -119,6 +119,8 @@ class Plan:
     """how much of what was drafted the batch may have verified"""
     consultant: Consultant | None = None
     """accepts more than is lossless"""
+    wants_signals: bool = True
+    """whether drafts that no rule may end are to be looked at as well, where that takes time: on a CPU"""
     num_resting: int = 0
     """steps after this one in which nobody will draft either, whatever comes of it, as long as nobody joins or ends: a
     device may be given them before this one is over"""

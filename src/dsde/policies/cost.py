@@ -35,6 +35,8 @@ LONGEST_IDLE = 16
 """steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
 NUM_KEPT = 4
 """measurements of a step without drafts that count beside one that was made after a while: a single one may be off"""
+NUM_KEPT_ASIDE = 2
+"""the same beside two that were made for that: if these were shorter, they are believed"""
 NUM_SETTLED = 16
 """measurements of a size, from which on it tells how the machine changes little by little"""
 LONGEST_UNSEEN = 8
@@ -194,6 +196,11 @@ class CostModel:
         """The same of one that a rule may end, or none; of the former as of the latter, while nobody knows."""
         return self._starts[is_ruled and self._starts[True].is_known].seconds
 
+    def beside_of(self, is_ruled: bool) -> float:
+        """The same, less than nothing where such drafts take less than their passes are taken to: on a CPU those that
+        nobody looks at."""
+        return self._starts[is_ruled and self._starts[True].is_known].beside_s
+
     def drafting_s(self, num_tokens: int, num_passes: int, is_ruled: bool = False) -> float:
         """Of drafting so many tokens in so many passes, nobody having to catch up."""
         if not num_passes:
@@ -265,6 +272,12 @@ class CostModel:
     def num_behind(self, slots: IntArray) -> int:
         """The same of all of them together."""
         return int(self.behind(slots).sum())
+
+    def renew_verified(self, outcome: Outcome) -> None:
+        """It was made to see what so many tokens cost now: what that took before hardly counts beside it."""
+        self.turn_to(outcome.num_sequences)
+        if self.age(_num_verified(outcome)) >= LONGEST_UNSEEN:
+            self._verify.renew(_num_verified(outcome), NUM_KEPT_ASIDE)
 
     def num_verified(self, tokens: float) -> int:
         """Verifications measured at about so many tokens."""

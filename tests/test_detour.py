@@ -1,0 +1,81 @@
+"""Drafts a token shorter or longer than those that seem best: when, and what for."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dsde.policies import Auto, BatchView, CostModel, Outcome
+from dsde.policies.detour import FIRST, LAST, LONGER, NUM_TRIES, Detour
+
+NUM = 8
+VERIFY_S = {1: 24e-3, 2: 28e-3, 3: 34e-3, 22: 170e-3}
+"""by tokens of each sequence; with passes of 5 ms and a chance of 0.8 drafts of two tokens are the best"""
+
+
+def test_it_is_tried_ever_more_rarely_in_both_directions_by_turns() -> None:
+    detour, tries = Detour(), []
+    for number in range(3_000):
+        if detour.is_due(NUM):
+            tries.append((number, detour.step(NUM)))
+        detour.count(NUM)
+    firsts = tries[::NUM_TRIES]
+    assert [step for _, step in tries] == [step for _, step in firsts for _ in range(NUM_TRIES)]
+    assert [step for _, step in firsts[:4]] == [-1, 1, -1, 1]
+    gaps = [after - before for (before, _), (after, _) in itertools.pairwise(firsts)]
+    assert gaps[:2] == [LONGER * FIRST + NUM_TRIES, LONGER**2 * FIRST + NUM_TRIES]
+    assert max(gaps) == LAST + NUM_TRIES
+
+
+def seen(lengths: np.ndarray, accepted: np.ndarray, is_ruled: bool, slow: float) -> Outcome:
+    longest, num_drafted = int(lengths.max()), int(lengths.sum())
+    return Outcome(
+        slots=np.arange(NUM),
+        drafted=lengths,
+        accepted=accepted,
+        klds=np.empty(0),
+        temperatures=np.zeros(NUM),
+        draft_signals=np.full((num_drafted, 3), 0.5),
+        draft_s=5e-3 * longest,
+        verify_s=slow * float(np.interp(num_drafted / NUM + 1, list(VERIFY_S), list(VERIFY_S.values()))),
+        num_decoding=NUM,
+        num_drafted=num_drafted,
+        num_draft_passes=longest,
+        is_ruled=is_ruled,
+    )
+
+
+@pytest.mark.parametrize("has_detours", [True, False])
+@pytest.mark.parametrize("slow", [1.2, 1.3])
+def test_what_a_length_took_while_the_machine_was_busy_is_found_out_again(
+    slow: float, has_detours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_detours:
+        monkeypatch.setattr(Detour, "is_due", lambda *_: False)
+    policy, rng, lengths = Auto(), np.random.default_rng(0), []
+    for number in range(600):
+        plan = policy.plan(BatchView(np.arange(NUM), np.full(NUM, 100), np.zeros(NUM), NUM))
+        stands = rng.random((NUM, 20)) < 0.8
+        accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), plan.lengths)
+        # What looks say is the same for all: as many as are usual are drafted.
+        drafted = plan.lengths if plan.stop is None else np.minimum(plan.lengths, plan.predicted.astype(np.int64))
+        is_busy = number < 40 and int(drafted.max(initial=0)) == 2
+        policy.observe(seen(drafted, np.minimum(accepted, drafted), plan.stop is not None, slow if is_busy else 1.0))
+        lengths.append(int(drafted.max()))
+    share = np.mean(np.array(lengths[300:]) == 2)
+    assert share > 0.9 if has_detours else share < 0.1, "else this test would show nothing"
+
+
+def test_what_was_measured_before_hardly_counts() -> None:
+    cost, twos = CostModel(), np.full(NUM, 2)
+    for lengths, slow in ((twos, 1.4), (np.full(NUM, 1), 1.0)):
+        for _ in range(20):
+            cost.observe(seen(lengths, lengths, False, slow))
+    for _ in range(2):
+        outcome = seen(twos, twos, False, 1.0)
+        cost.renew_verified(outcome)
+        cost.observe(outcome)
+    cost.observe(seen(np.full(NUM, 1), twos, False, 1.0))  # the machine has not become a faster one
+    assert float(cost.verify_s(3 * NUM)) == pytest.approx(VERIFY_S[3])

@@ -47,6 +47,27 @@ def seen(lengths: np.ndarray, accepted: np.ndarray, is_ruled: bool, slow: float)
     )
 
 
+class Served:
+    """Requests whose tokens stand with some chance, on a machine that may be busy at first with drafts of two."""
+
+    def __init__(self, rate: float, slow: float = 1.0) -> None:
+        self.policy, self.rate, self.slow = Auto(), rate, slow
+        self.rng, self.number = np.random.default_rng(0), 0
+
+    def step(self) -> int:
+        """Returns how many tokens everybody drafted."""
+        plan = self.policy.plan(BatchView(np.arange(NUM), np.full(NUM, 100), np.zeros(NUM), NUM))
+        stands = self.rng.random((NUM, 20)) < self.rate
+        # What looks say is the same for all: as many as are usual are drafted.
+        drafted = plan.lengths if plan.stop is None else np.minimum(plan.lengths, plan.predicted.astype(np.int64))
+        accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), drafted)
+        longest = int(drafted.max(initial=0))
+        is_busy = self.number < 40 and longest == 2
+        self.number += 1
+        self.policy.observe(seen(drafted, accepted, plan.stop is not None, self.slow if is_busy else 1.0))
+        return longest
+
+
 @pytest.mark.parametrize("has_detours", [True, False])
 @pytest.mark.parametrize("slow", [1.2, 1.3])
 def test_what_a_length_took_while_the_machine_was_busy_is_found_out_again(
@@ -54,18 +75,24 @@ def test_what_a_length_took_while_the_machine_was_busy_is_found_out_again(
 ) -> None:
     if not has_detours:
         monkeypatch.setattr(Detour, "is_due", lambda *_: False)
-    policy, rng, lengths = Auto(), np.random.default_rng(0), []
-    for number in range(600):
-        plan = policy.plan(BatchView(np.arange(NUM), np.full(NUM, 100), np.zeros(NUM), NUM))
-        stands = rng.random((NUM, 20)) < 0.8
-        accepted = np.minimum(np.minimum.accumulate(stands, axis=1).sum(axis=1), plan.lengths)
-        # What looks say is the same for all: as many as are usual are drafted.
-        drafted = plan.lengths if plan.stop is None else np.minimum(plan.lengths, plan.predicted.astype(np.int64))
-        is_busy = number < 40 and int(drafted.max(initial=0)) == 2
-        policy.observe(seen(drafted, np.minimum(accepted, drafted), plan.stop is not None, slow if is_busy else 1.0))
-        lengths.append(int(drafted.max()))
+    served = Served(0.8, slow)
+    lengths = [served.step() for _ in range(600)]
     share = np.mean(np.array(lengths[300:]) == 2)
     assert share > 0.9 if has_detours else share < 0.1, "else this test would show nothing"
+
+
+def test_a_detour_is_not_repeated_and_from_one_token_goes_up() -> None:
+    served, detours = Served(0.6), []
+    for _ in range(600):
+        longest, advice = served.step(), served.policy._current
+        assert advice is not None
+        if advice.is_detour:
+            detours.append(longest)
+            assert not advice.can_be_repeated
+            assert not advice.is_ruled
+    assert longest == 1
+    assert len(detours) >= 3 * NUM_TRIES
+    assert set(detours[NUM_TRIES:]) == {2}
 
 
 def test_what_was_measured_before_hardly_counts() -> None:

@@ -155,6 +155,44 @@ def test_a_policy_is_told_what_the_draft_has_yet_to_read(draft: Decoder | str) -
     assert missed[6] == missed[5] + 1
 
 
+def views_of(engine: Engine, num_steps: int) -> list[BatchView]:
+    seen: list[BatchView] = []
+    plan = engine.policy.plan
+
+    def noting(batch: BatchView) -> Plan:
+        seen.append(batch)
+        return plan(batch)
+
+    engine.policy.plan = noting  # type: ignore[method-assign]
+    for _ in range(num_steps):
+        engine.step()
+    return seen
+
+
+def test_there_is_no_room_for_drafts_beyond_what_a_draft_can_read() -> None:
+    engine = make_engine(TARGET, tiny_model(seed=1, max_len=32), "static:4")
+    engine.add(random_prompts(1, 24, 25)[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    views = views_of(engine, 60)
+    rooms = [int(view.rooms[0]) for view in views]
+    left = [int(view.num_left[0]) for view in views if view.num_left is not None]
+    num_tokens = [24 + 40 - each for each in left]
+    assert rooms == [max(min(each - 1, 33 - num), 0) for each, num in zip(left, num_tokens, strict=True)]
+    assert rooms[0] > 0
+    assert rooms[-2] == 0
+    assert left[-2] > 1
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 2}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}])
+@pytest.mark.parametrize("is_chosen_for", [True, False])
+def test_batches_are_whole_in_passes_only_where_a_device_makes_them_alone(params: dict, is_chosen_for: bool) -> None:
+    engine = make_engine(TARGET, DRAFT, "static:1")
+    engine.executor.most_whole = 2  # type: ignore[misc]
+    for prompt, more in zip(random_prompts(2, 10, 11), ({}, params), strict=True):
+        speculation = "on" if is_chosen_for or not more else 2
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=9, speculation=speculation, **more))
+    assert views_of(engine, 3)[-1].has_whole_passes == (not params)
+
+
 def test_what_can_never_fit_is_refused_at_once() -> None:
     engine = make_engine(TARGET, DRAFT, "off", kv_cache_bytes=4 * BLOCK_BYTES, max_model_len=200)
     with pytest.raises(InvalidInput, match=r"may grow to 70 tokens, but the KV cache holds 64"):

@@ -55,6 +55,7 @@ class ModelDrafter:
         self.vocab_size = vocab_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_bytes_per_block = model.config.kv_bytes_per_token(model.dtype) * BLOCK_SIZE
+        self.longest_text = model.config.max_position_embeddings
         self._proposable = model.head_tokens
         """tokens; None: all of them"""
         if model.head_tokens is not None:
@@ -123,7 +124,7 @@ class ModelDrafter:
         num_tokens = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
         num_unread = num_tokens - np.array([s.num_draft_computed for s in sequences], dtype=np.int64)
         # No farther than the draft's own context.
-        rooms = self.model.config.max_position_embeddings + 1 - num_tokens
+        rooms = self.longest_text + 1 - num_tokens
         lengths = np.minimum(lengths, np.maximum(rooms, 0))
         chunks = self._share_budget(num_unread, lengths)
         lengths = np.where(chunks == num_unread, lengths, 0)

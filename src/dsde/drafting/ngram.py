@@ -5,6 +5,8 @@ No model, no memory, hardly any cost. Its tokens are point masses. Knows nothing
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch
 
@@ -18,6 +20,7 @@ class NgramDrafter:
     """Matches the longest suffix of `longest` down to `shortest` tokens, and of several matches the latest."""
 
     kv_bytes_per_block = 0
+    longest_text = sys.maxsize
 
     def __init__(self, longest: int = 4, shortest: int = 2, device: torch.device | None = None) -> None:
         self.longest = longest

@@ -93,6 +93,8 @@ class Drafter(Protocol):
 
     kv_bytes_per_block: int
     """KV memory it needs for every block of the shared pool"""
+    longest_text: int
+    """tokens behind which it can still propose one, at most"""
 
     def allocate(self, num_blocks: int) -> None:
         """Make room for that many KV blocks."""

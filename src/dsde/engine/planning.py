@@ -48,6 +48,7 @@ class Planner:
         self.can_draft = drafter is not None
         self._must_read = drafter is not None and drafter.kv_bytes_per_block > 0
         """whether a draft has to have read a text first"""
+        self._longest_text = 0 if drafter is None else drafter.longest_text
         self.num_ahead = 0
         """tokens to reserve memory for beyond those drafted"""
         self.most_whole = 0
@@ -72,7 +73,7 @@ class Planner:
             zeros = np.zeros(len(decodes), dtype=np.int64)
             batch = BatchView(nobody, nobody, np.empty(0), len(decodes))
             return LengthPlan(zeros, zeros, nobody, batch, None, num_resting=FOREVER)
-        rooms = _rooms(decodes)
+        rooms = self._rooms(decodes)
         wishes = [s.params.speculation for s in decodes]
         if all(wish == "on" for wish in wishes):
             rows, planned = np.arange(len(decodes)), np.zeros_like(rooms)
@@ -81,7 +82,7 @@ class Planner:
             fixed = np.array([wish if isinstance(wish, int) else 0 for wish in wishes], dtype=np.int64)
             planned = np.minimum(fixed, rooms)
         chosen = decodes if len(rows) == len(decodes) else [decodes[i] for i in rows.tolist()]
-        batch = self._view(chosen, rooms[rows], len(decodes), num_prompt_tokens)
+        batch = self._view(chosen, rooms[rows], decodes, num_prompt_tokens)
         plan = None
         if len(rows):
             plan = self.policy.plan(batch)
@@ -95,7 +96,7 @@ class Planner:
 
     def repeat(self, plan: LengthPlan, decodes: list[Sequence]) -> LengthPlan:
         """The same once more, for the same sequences."""
-        planned = np.minimum(plan.planned, _rooms(decodes))
+        planned = np.minimum(plan.planned, self._rooms(decodes))
         return replace(plan, planned=planned, lengths=self._reserve(decodes, planned))
 
     def _reserve(self, decodes: list[Sequence], planned: IntArray) -> IntArray:
@@ -130,21 +131,35 @@ class Planner:
         """A batch of these, if the policy chooses for all of them, who will have so many tokens more."""
         if any(sequence.params.speculation != "on" for sequence in decodes):
             return None
-        return self._view(decodes, np.maximum(_rooms(decodes) - num_more, 0), len(decodes), 0)
+        return self._view(decodes, np.maximum(self._rooms(decodes) - num_more, 0), decodes, 0, num_more)
 
-    def _view(self, chosen: list[Sequence], rooms: IntArray, num_decoding: int, num_prompt_tokens: int) -> BatchView:
+    def _rooms(self, sequences: list[Sequence]) -> IntArray:
+        """[sequences] tokens that may be drafted of each, at most."""
+        # Beyond what a draft can read nothing would come of it, and somebody might wait for that.
+        beyond = self._longest_text + 1
+        return np.array([max(min(s.num_left - 1, beyond - s.num_tokens), 0) for s in sequences], dtype=np.int64)
+
+    def _view(
+        self,
+        chosen: list[Sequence],
+        rooms: IntArray,
+        decodes: list[Sequence],
+        num_prompt_tokens: int,
+        num_more: int = 0,
+    ) -> BatchView:
+        """As it will be when everybody has had so many tokens more."""
         return BatchView(
             slots=np.array([s.slot for s in chosen], dtype=np.int64),
             rooms=rooms,
             temperatures=np.array([s.params.temperature for s in chosen], dtype=np.float64),
-            num_decoding=num_decoding,
+            num_decoding=len(decodes),
             num_waiting=len(self.scheduler.waiting),
             num_prompt_tokens=num_prompt_tokens,
-            num_left=rooms + 1,
+            num_left=np.array([max(s.num_left - num_more, 1) for s in chosen], dtype=np.int64),
             num_missed=_num_missed(chosen) if self._must_read else None,
             pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
-            # Where logits are wanted the host is asked about every token, and fewer still draft.
-            has_whole_passes=num_decoding <= self.most_whole and all(s.params.logprobs is None for s in chosen),
+            # Where logits are wanted, or edited, the host is asked about every token, and fewer still draft.
+            has_whole_passes=len(decodes) <= self.most_whole and all(_is_left_alone(s) for s in decodes),
         )
 
     def observe(
@@ -194,9 +209,10 @@ class Planner:
         self.policy.observe(outcome)
 
 
-def _rooms(sequences: list[Sequence]) -> IntArray:
-    """[sequences] tokens that may be drafted of each, at most."""
-    return np.array([s.num_left - 1 for s in sequences], dtype=np.int64)
+def _is_left_alone(sequence: Sequence) -> bool:
+    """Whether a device need not ask the host about its tokens."""
+    params = sequence.params
+    return params.logprobs is None and not (params.logit_bias or params.has_penalties)
 
 
 def _num_missed(sequences: list[Sequence]) -> IntArray:

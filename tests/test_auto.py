@@ -291,6 +291,21 @@ def test_who_obeys_no_rule_is_given_no_benefit_of_the_doubt(obeys: bool) -> None
     assert policy.plan(batch(1)).predicted.tolist() == (hoped if obeys else expected).tolist()
 
 
+@pytest.mark.parametrize("most", [1, 4])
+def test_drafts_of_another_length_are_tried_where_there_may_be_any(most: int) -> None:
+    """Where no rule ends drafts, and all were of one token, nobody knows what two take; but they may have no more."""
+    policy, wanted = Auto(max=most), []
+    for _ in range(60):
+        plan = policy.plan(batch(8))
+        wanted.append(int(plan.predicted.max()))
+        drafted = np.minimum(plan.lengths, 1 if len(wanted) < 30 else most).tolist()
+        seen = outcome(drafted, [min(1, each) for each in drafted], np.full((sum(drafted), 3), 0.5), verify_s=8e-3)
+        policy.observe(replace(seen, draft_s=5e-3 * max(drafted)))
+        policy.settle()
+    assert policy.cost.needs_another_length or most > 1
+    assert 1 <= max(wanted) <= most
+
+
 def test_it_says_what_the_last_and_the_next_token_would_bring_and_cost() -> None:
     policy = Auto(cost=Known(MEMORY_BOUND))
     plan = policy.plan(batch(4))

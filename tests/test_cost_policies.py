@@ -644,6 +644,19 @@ def test_costs_of_a_batch_size_grow_old_while_others_run() -> None:
     assert float(cost.verify_s(64)) == pytest.approx(9.6e-3, rel=0.01)
 
 
+@pytest.mark.parametrize("num_drafts", [100, 600, 2000])
+def test_a_step_without_drafts_by_itself_is_not_all_that_is_known(num_drafts: int) -> None:
+    """However long ago the others were: nobody knew it at all until there was a second one."""
+    cost = CostModel(num_tried=2)
+    for _ in range(8):
+        cost.observe(outcome_of(list(range(8)), [0] * 8, [0] * 8, 0.0, 10e-3))
+    for _ in range(num_drafts):
+        cost.observe(outcome_of(list(range(8)), [2] * 8, [0] * 8, 2e-3, 13e-3))
+    cost.observe(outcome_of(list(range(8)), [0] * 8, [0] * 8, 0.0, 7e-3))
+    assert not cost.is_below(8)
+    assert float(cost.verify_s(8)) == pytest.approx(10e-3, rel=0.01)
+
+
 @pytest.mark.parametrize("spec", ["goodput", "goodput:per=sequence", "static:4|gate"])
 def test_plans_go_by_the_costs_of_their_own_batch(spec: str) -> None:
     """And not of the newest step's."""

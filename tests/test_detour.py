@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ def test_it_is_tried_ever_more_rarely_in_both_directions_by_turns() -> None:
     for number in range(3_000):
         if detour.is_due(NUM):
             tries.append((number, detour.step(NUM)))
-        detour.count(NUM)
+            detour.take(NUM)
+        else:
+            detour.count(NUM)
     firsts = tries[::NUM_TRIES]
     assert [step for _, step in tries] == [step for _, step in firsts for _ in range(NUM_TRIES)]
     assert [step for _, step in firsts[:4]] == [-1, 1, -1, 1]
@@ -54,9 +57,11 @@ class Served:
         self.policy, self.rate, self.slow = Auto(), rate, slow
         self.rng, self.number = np.random.default_rng(0), 0
 
-    def step(self) -> int:
+    def step(self, settles: bool = False) -> int:
         """Returns how many tokens everybody drafted."""
         plan = self.policy.plan(BatchView(np.arange(NUM), np.full(NUM, 100), np.zeros(NUM), NUM))
+        if settles:
+            self.policy.settle()
         stands = self.rng.random((NUM, 20)) < self.rate
         # What looks say is the same for all: as many as are usual are drafted.
         drafted = plan.lengths if plan.stop is None else np.minimum(plan.lengths, plan.predicted.astype(np.int64))
@@ -86,7 +91,7 @@ def test_a_detour_is_not_repeated_and_from_one_token_goes_up() -> None:
     for _ in range(600):
         longest, advice = served.step(), served.policy._current
         assert advice is not None
-        if advice.is_detour:
+        if advice.occasion is not None:
             detours.append(longest)
             assert not advice.can_be_repeated
             assert not advice.is_ruled
@@ -95,11 +100,43 @@ def test_a_detour_is_not_repeated_and_from_one_token_goes_up() -> None:
     assert set(detours[NUM_TRIES:]) == {2}
 
 
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_try_is_of_two_drafts_whatever_had_been_made_before(settles: bool) -> None:
+    """Where a device goes on by the last rule another plan is asked for a step later."""
+    served, made = Served(0.6), []
+    policy = served.policy
+    for _ in range(600):
+        before = policy._current
+        is_late = settles and before is not None and not policy.rules_on()
+        if is_late and before is not None:  # the same once more
+            lengths = np.minimum(before.lengths, before.plan.predicted.astype(np.int64))
+            policy.settle()
+            policy.observe(seen(lengths, lengths // 2, before.is_ruled, 1.0))
+        served.step(settles)
+        advice = policy._current
+        assert advice is not None
+        made.append(advice.occasion is policy.advisor.detour)
+    runs = [len(list(group)) for is_one, group in itertools.groupby(made) if is_one]
+    assert len(runs) >= 4
+    assert set(runs) == {NUM_TRIES}
+
+
+def test_what_cannot_be_done_is_not_waited_for() -> None:
+    served = Served(0.6)
+    served.policy = Auto(max=1)
+    for _ in range(200):
+        served.step()
+    assert served.policy.advisor.detour.num_past(NUM) >= 3
+    assert not served.policy.advisor.detour.has_begun(NUM)
+
+
 def test_what_was_measured_before_hardly_counts() -> None:
     cost, twos = CostModel(), np.full(NUM, 2)
     for lengths, slow in ((twos, 1.4), (np.full(NUM, 1), 1.0)):
         for _ in range(20):
             cost.observe(seen(lengths, lengths, False, slow))
+    cost.renew_verified(replace(seen(twos, twos, False, 1.0), verify_s=0.0))  # a shape was met for the first time
+    assert cost.num_verified(3 * NUM) == 20
     for _ in range(2):
         outcome = seen(twos, twos, False, 1.0)
         cost.renew_verified(outcome)

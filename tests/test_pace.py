@@ -8,7 +8,7 @@ import pytest
 from dsde.policies.base import Outcome
 from dsde.policies.cost import CostModel
 from dsde.policies.curve import Curve
-from dsde.policies.pace import LEAST, LONGEST_UNSEEN, MOST_APART, NUM_STEPS, Pace
+from dsde.policies.pace import LEAST, LONGEST_UNSEEN, MOST_APART, MOST_AT_ONCE, NUM_STEPS, Pace
 from dsde.policies.steadiness import Steadiness
 
 NOISE = 0.1
@@ -82,15 +82,37 @@ def test_what_drafts_take_is_not_changed_by_steps_that_are_late_while_nobody_dra
     np.testing.assert_allclose(prices(cost), before, rtol=0.04)
 
 
-def test_many_steps_at_once_count_as_many() -> None:
+def test_a_few_steps_at_once_count_as_many() -> None:
     totals = []
-    for num in (1, NUM_STEPS):
+    for num in (1, MOST_AT_ONCE):
         pace, total = Pace(), 1.0
         for seconds in (1.0, 1.1):
-            for _ in range(NUM_STEPS // num):
+            for _ in range(NUM_STEPS // num + 1):
                 total *= pace.observe(1, seconds, num)
         totals.append(total)
     assert totals == pytest.approx([1.1, 1.1], abs=LEAST)
+
+
+def test_one_rest_that_was_slow_changes_nothing() -> None:
+    """It may be of hundreds of steps and is one figure all the same."""
+    pace = Pace()
+    for number in range(64):
+        assert pace.observe(1, 1.0 if number % 4 else 1.1, 256) == 1.0
+
+
+@pytest.mark.parametrize("grown", [1.06, 1.5])
+def test_cohorts_whose_contexts_grow_and_are_short_again_do_not_make_everything_dearer_for_ever(grown: float) -> None:
+    """They end one by one, and the few who are left at last are seen too shortly to tell anything."""
+    pace, total, totals = Pace(), 1.0, []
+    for _ in range(12):
+        for step in range(200):
+            total *= pace.observe(8, 1.0 + (grown - 1.0) * step / 200)
+        totals.append(total)
+        for left in range(7, 0, -1):
+            for _ in range(12):
+                total *= pace.observe(left, 0.9 * grown)
+    assert totals[0] > 1 + (grown - 1) / 2
+    assert max(totals) < 1.02 * grown
 
 
 def test_a_change_that_somebody_else_has_told_is_not_told_again() -> None:

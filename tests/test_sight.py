@@ -73,6 +73,15 @@ def test_what_a_draft_takes_once_is_what_remains_if_others_tell_what_a_pass_take
     assert not start.is_told
 
 
+def test_drafts_never_take_less_than_half_of_what_their_passes_do() -> None:
+    """What remains of a few tries may be less than nothing, if they were longer."""
+    sight = Sight()
+    for _ in range(20):
+        sight.observe(4, (8.0, 9.0), (10e-3, 10e-3))
+    assert sight.is_worth_it(4, (-1e-3, 0.0))
+    assert not sight.is_worth_it(4, (-20e-3, 0.0))
+
+
 def test_of_what_remains_the_median_of_a_few_tries_counts() -> None:
     """One of them may have been held up; but not once drafts of that way have told it themselves."""
     start = Start()

@@ -23,7 +23,9 @@ def test_it_is_tried_ever_more_rarely_for_every_size_of_batch() -> None:
     for number in range(20_000):
         if stretch.is_due(8):
             tries.append(number)
-        stretch.count(8)
+            stretch.take(8)
+        else:
+            stretch.count(8)
     assert tries[:NUM_TRIES] == [FIRST, FIRST + 1]
     gaps = [after - before for before, after in itertools.pairwise(tries) if after - before > 1]
     assert gaps[:2] == [LONGER * FIRST + 1, LONGER**2 * FIRST + 1]

@@ -89,14 +89,14 @@ class Served:
         self.missed = np.zeros(num, np.int64)
         self.left = np.full(num, 2000)
 
-    def step(self, rate: ArrayLike, can_read: bool = True, num_cut: int = 0) -> tuple[Plan, int]:
+    def step(self, rate: ArrayLike, can_read: ArrayLike = True, num_cut: int = 0) -> tuple[Plan, int]:
         """With a rate for everybody, or one of each; a rule cuts off the whole draft of the first few. Returns what the
         draft read, too."""
         everybody = np.arange(self.num)
         batch = BatchView(everybody, self.left - 1, np.zeros(self.num), self.num)
         plan = self.policy.plan(replace(batch, num_left=self.left.copy(), num_missed=self.missed.copy()))
         self.policy.settle()
-        lengths = np.where(can_read | (self.missed < 3), plan.lengths, 0)
+        lengths = np.where(np.asarray(can_read) | (self.missed < 3), plan.lengths, 0)
         drafts = lengths > 0
         if plan.stop is not None:
             lengths[:num_cut] = 0
@@ -166,6 +166,32 @@ def test_drafting_goes_on_where_nothing_could_be_read(served: Served) -> None:
     assert not any(plan.num_resting for plan in plans)
     assert sum(plan.lengths.any() for plan in plans[:8]) >= 3, "it is tried again and again"
     assert np.count_nonzero(plans[-1].lengths) > 32
+
+
+def test_nobody_waits_for_ever_for_those_who_cannot_read(served: Served) -> None:
+    """Their texts may be longer than the draft can read. Others draft on, and what comes of that is a measure again."""
+    others = list(range(56))
+    served.others_come(others)
+    can_read = ~np.isin(np.arange(64), others)
+    for _ in range(40):
+        served.step(0.9, can_read)
+    advice = served.policy._current
+    assert advice is not None
+    assert advice.can_be_repeated
+    assert not advice.is_partial
+
+
+def test_one_who_is_lucky_does_not_speak_for_a_wave(served: Served) -> None:
+    """A rule may let somebody draft far beyond what was hoped for, while nothing stands of the others."""
+    looking(served)
+    waves = served.policy.advisor.waves
+    waves._size = 2 * FIRST
+    served.others_come(list(range(64)))
+    plan, _ = served.step(np.where(np.arange(64) % 3, 0.0, 0.999))
+    assert plan.lengths.max() > 1.5 * plan.predicted.max()
+    served.policy.settle()
+    assert not waves.is_open
+    assert waves._size == FIRST
 
 
 def test_nothing_is_thought_of_behind_a_wave_before_it_is_known_what_was_read(served: Served) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dsde.core.stops import StopByWorth
 from dsde.policies.base import BatchView, IntArray, Plan
+from dsde.policies.occasions import Occasions
 
 
 @dataclass(slots=True)
@@ -40,8 +41,8 @@ class Advice:
     """slots of some of these; what comes of theirs tells whether to read more"""
     is_waiting: bool = False
     """made without drafts, until it is known what came of these"""
-    is_detour: bool = False
-    """made with other lengths than seem best, to see what they take now"""
+    occasion: Occasions | None = None
+    """for which it was made with other lengths than seem best, to see what they take now"""
     is_early: bool = False
     """made without drafts, since nobody knows what this would take without them, and prompts are read"""
     followed: Plan | None = None
@@ -55,7 +56,7 @@ class Advice:
     @property
     def can_be_repeated(self) -> bool:
         """Whether it is as good for another step: everybody drafts, and that seems to pay."""
-        return self.rule is not None and not (self.is_doubtful or self.is_partial or self.is_detour)
+        return self.rule is not None and not (self.is_doubtful or self.is_partial or self.occasion is not None)
 
     def follow(self, batch: BatchView) -> Plan:
         """Its plan, to be changed by whoever it is handed to, for this batch."""

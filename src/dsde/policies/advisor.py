@@ -21,6 +21,7 @@ from dsde.policies.cost import CostModel
 from dsde.policies.detour import Detour
 from dsde.policies.lifespan import Lifespan
 from dsde.policies.menu import Menu
+from dsde.policies.occasions import Occasions
 from dsde.policies.price import Prices, find_prices
 from dsde.policies.probe import Probe
 from dsde.policies.recheck import Recheck
@@ -149,7 +150,7 @@ class Advisor:
         is_blind, is_early = self._is_blind(batch, choice), self._is_early(batch)
         pays, foregone_s = (False, 0.0) if is_blind or is_early else self._decide(batch, choice)
         is_doubtful = pays and not self._seems_to_pay(choice)
-        wave, is_partial, is_waiting, is_detour = batch.slots[:0], False, False, False
+        wave, is_partial, is_waiting, occasion = batch.slots[:0], False, False, None
         if pays:
             choice = self._try_others(batch, choice, outlooks, is_worth)
             wanted = choice.lengths
@@ -160,12 +161,9 @@ class Advisor:
             is_waiting = is_partial and not pays and self.waves.is_open and not is_doubtful
             is_doubtful = is_doubtful and pays
             if self._can_rule and pays and not is_doubtful and not is_partial:
-                others = self._stretched(batch, choice)
-                others = self._aside(batch, choice, outlooks) if others is None else others
-                if others is not None:
-                    choice.lengths, self._is_ruled, is_detour = others, False, True
+                occasion = self._take_occasion(batch, choice, outlooks)
         chosen = choice.lengths if pays else choice.lengths * 0
-        is_whole = pays and not is_partial and not is_detour
+        is_whole = pays and not is_partial and occasion is None
         planned_rate = (num + _num_accepted(outlooks, chosen)) / choice.seconds if is_whole else 0.0
         rate = max(self._expected_rate(num, planned_rate), choice.rate_off)
         if pays or is_blind or self._is_hopeful(batch, outlooks):
@@ -211,7 +209,7 @@ class Advisor:
             is_partial=is_partial,
             wave=wave,
             is_waiting=is_waiting,
-            is_detour=is_detour,
+            occasion=occasion,
             is_early=is_early,
         )
 
@@ -244,7 +242,8 @@ class Advisor:
             choice.lengths = np.where(is_worth, choice.lengths, 0)
         if not self._can_rule and self.cost.needs_another_length:
             # Nobody ends a draft early, so that there would never be one.
-            choice.lengths = np.where(choice.lengths == 1, np.minimum(2, batch.rooms), choice.lengths)
+            two = np.minimum(min(2, self.max_length), batch.rooms)
+            choice.lengths = np.where(choice.lengths == 1, two, choice.lengths)
         return choice
 
     def _expected_rate(self, num_sequences: int, planned_rate: float) -> float:
@@ -287,6 +286,8 @@ class Advisor:
         if advice.is_blind:
             self._num_blind += 1
             self.recheck.begin(advice.batch.num_sequences)
+        if advice.occasion is not None:
+            advice.occasion.take(advice.batch.num_sequences)
         if not self.is_drafting:
             self._wave = None
             self.waves.reset()
@@ -306,7 +307,7 @@ class Advisor:
         """What became of it."""
         thought_s = self._plain_s(outcome)
         is_known = self.cost.num_verified(outcome.num_plain_tokens) > 0
-        if advice.is_detour:
+        if advice.occasion is not None:
             self.cost.renew_verified(outcome)
         step = self.cost.observe(outcome)
         self._count_surplus(outcome, advice)
@@ -338,8 +339,9 @@ class Advisor:
                 self.recheck.end(outcome.num_sequences, is_as_thought)
             return
         self.recheck.count(outcome.num_sequences)
-        self.stretch.count(outcome.num_sequences)
-        self.detour.count(outcome.num_sequences)
+        if advice.occasion is None:
+            self.stretch.count(outcome.num_sequences)
+            self.detour.count(outcome.num_sequences)
         self._reach = min(2 * self._reach, self.max_length)
         if advice.rule is not None and not outcome.is_by_heart:
             self._can_rule = self._can_rule and advice.is_ruled == outcome.is_ruled
@@ -434,14 +436,19 @@ class Advisor:
         mine, theirs = mine[is_there], theirs[is_there]
         num_to_read = 0 if batch.num_missed is None else int(batch.num_missed[mine].sum())
         num_read = outcome.num_catch_up_tokens + outcome.num_draft_prompt_tokens
-        if not (outcome.is_ruled and 0 < num_to_read <= num_read + NUM_IN_PASSING * mine.size):
-            has_drafted = outcome.drafted[theirs] > 0
-            mine, theirs = mine[has_drafted], theirs[has_drafted]
         if rule is None or rule.usual is None or not mine.size:
             self.waves.drop()
             return
+        if not (outcome.is_ruled and 0 < num_to_read <= num_read + NUM_IN_PASSING * mine.size):
+            has_drafted = outcome.drafted[theirs] > 0
+            mine, theirs = mine[has_drafted], theirs[has_drafted]
+        if not mine.size:
+            self.waves.widen()
+            return
         hoped = np.minimum(rule.usual[mine], advice.lengths[mine])
-        self.waves.end(float(outcome.accepted[theirs].sum()), _num_accepted(rule.outlooks[mine], hoped))
+        # More than was hoped for of one is no sign that the others are as good.
+        num_accepted = float(np.minimum(outcome.accepted[theirs], hoped).sum())
+        self.waves.end(num_accepted, _num_accepted(rule.outlooks[mine], hoped))
 
     def _is_early(self, batch: BatchView) -> bool:
         """Whether nobody knows yet what a step of so many takes without drafts, and in this one it cannot be measured,
@@ -512,11 +519,22 @@ class Advisor:
         # Of all, though few may be chosen now: once somebody drafts, the others join as soon as a token of theirs pays.
         return self.cost.begin_s(batch.slots) - self._foregone_of(batch)
 
+    def _take_occasion(self, batch: BatchView, choice: Choice, outlooks: FloatArray) -> Occasions | None:
+        """Other lengths instead, if it is time for some: what that is. If there are none now, it is passed over."""
+        num = batch.num_sequences
+        for occasion in (self.stretch, self.detour):
+            if not occasion.is_due(num):
+                continue
+            is_stretch = occasion is self.stretch
+            lengths = self._stretched(batch, choice) if is_stretch else self._aside(batch, choice, outlooks)
+            if lengths is not None:
+                choice.lengths, self._is_ruled = lengths, False
+                return occasion
+            occasion.pass_over(num)
+        return None
+
     def _stretched(self, batch: BatchView, choice: Choice) -> IntArray | None:
-        """[batch] lengths beyond all that were verified so far, if none beyond those chosen were, and it is time to try
-        some."""
-        if not self.stretch.is_due(batch.num_sequences):
-            return None
+        """[batch] lengths beyond all that were verified so far, if none beyond those chosen were."""
         num, longest = batch.num_sequences, int(choice.lengths.max())
         if self.cost.most_verified // num - 1 > longest:
             return None
@@ -525,21 +543,26 @@ class Advisor:
         return lengths if int(lengths.max()) > longest else None
 
     def _aside(self, batch: BatchView, choice: Choice, outlooks: FloatArray) -> IntArray | None:
-        """[batch] lengths a token shorter or longer, if it is time to try some, as many have not been verified for a
-        while, and they seem to bring nearly as much."""
+        """[batch] lengths a token shorter or longer, if as many have not been verified for a while, and seem to bring
+        nearly as much."""
         num = batch.num_sequences
-        if not self.detour.is_due(num):
-            return None
         step = self.detour.step(num) if int(choice.lengths.max()) > 1 else 1
         lengths = np.where(choice.lengths > 0, np.maximum(choice.lengths + step, 1), 0)
         lengths = np.minimum(lengths, np.minimum(batch.rooms, self.max_length))
-        num_tokens, longest = num + int(lengths.sum()), int(lengths.max())
+        num_tokens = num + int(lengths.sum())
         is_known = self.cost.num_verified(num_tokens) >= NUM_TRIED
-        if (lengths == choice.lengths).all() or not is_known or self.cost.age(num_tokens) < LONGEST_KNOWN:
+        is_old = self.detour.has_begun(num) or self.cost.age(num_tokens) >= LONGEST_KNOWN
+        if (lengths == choice.lengths).all() or not (is_known and is_old):
             return None
-        drafting_s = self.cost.drafting_s(num_tokens - num, longest)
-        rate = (num + _num_accepted(outlooks, lengths)) / (drafting_s + float(self.cost.verify_s(num_tokens)))
-        return lengths if rate > (1 - MOST_ASIDE) * choice.rate else None
+        is_near = self._rate(num, outlooks, lengths) > (1 - MOST_ASIDE) * self._rate(num, outlooks, choice.lengths)
+        return lengths if is_near else None
+
+    def _rate(self, num: int, outlooks: FloatArray, lengths: IntArray) -> float:
+        """Tokens per second of drafts of these lengths, whatever steps take beyond them."""
+        num_drafted = int(lengths.sum())
+        drafting_s = self.cost.drafting_s(num_drafted, int(lengths.max()))
+        seconds = drafting_s + float(self.cost.verify_s(num + num_drafted))
+        return (num + _num_accepted(outlooks, lengths)) / seconds
 
     def _choose(self, batch: BatchView, outlooks: FloatArray, start_s: float) -> Choice:
         return choose(self._menu, self.cost, batch, outlooks, start_s, self.surplus.token_s(batch.num_sequences))

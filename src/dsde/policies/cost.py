@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
-from dsde.policies.curve import KNEE, LEAST_CHANGE, NUM_TRUSTED, Curve, bucket_of
+from dsde.policies.curve import KNEE, LEAST_CHANGE, LONGEST_PAUSE, NUM_TRUSTED, Curve, bucket_of
 from dsde.policies.pace import Pace
 from dsde.policies.prompt_steps import PromptSteps
 from dsde.policies.slots import SlotTable
@@ -35,6 +35,8 @@ LONGEST_IDLE = 16
 """steps without drafts after which a new measurement of one replaces the old ones: it was decided by these"""
 NUM_KEPT = 4
 """measurements of a step without drafts that count beside one that was made after a while: a single one may be off"""
+NUM_KEPT_LONG = 2
+"""the same if they are of long ago"""
 NUM_KEPT_ASIDE = 2
 """the same beside two that were made for that: if these were shorter, they are believed"""
 NUM_SETTLED = 16
@@ -276,7 +278,8 @@ class CostModel:
     def renew_verified(self, outcome: Outcome) -> None:
         """It was made to see what so many tokens cost now: what that took before hardly counts beside it."""
         self.turn_to(outcome.num_sequences)
-        if self.age(_num_verified(outcome)) >= LONGEST_UNSEEN:
+        is_measured = outcome.verify_s > 0 and not outcome.is_odd
+        if is_measured and self.age(_num_verified(outcome)) >= LONGEST_UNSEEN:
             self._verify.renew(_num_verified(outcome), NUM_KEPT_ASIDE)
 
     def num_verified(self, tokens: float) -> int:
@@ -379,8 +382,8 @@ class CostModel:
         if outcome.verify_s > 0 and not outcome.is_odd:
             num_verified = _num_verified(outcome)
             is_plain = not num_passes and not outcome.num_drafted and not outcome.num_prompt_tokens
-            if is_plain and self.age(num_verified) >= LONGEST_UNSEEN:
-                self._verify.renew(num_verified, NUM_KEPT)
+            if is_plain and (age := self.age(num_verified)) >= LONGEST_UNSEEN:
+                self._verify.renew(num_verified, NUM_KEPT if age <= LONGEST_PAUSE else NUM_KEPT_LONG)
             self._follow_pace(outcome)
             self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:

@@ -132,6 +132,8 @@ class Curve:
             self._held[index, :num_kept] = self._held[index, newest]
             self._num_seen[index] = num_kept
             self._is_stale = True
+        # They are to join what is measured now, however long ago they were.
+        self._seen_at[index] = max(int(self._seen_at[index]), self._now - LONGEST_PAUSE)
 
     def keep(self, size: float) -> None:
         """Forget all but what was measured at about this size: it takes clearly less than it did, so they may, too."""

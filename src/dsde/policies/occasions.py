@@ -17,22 +17,38 @@ class Occasions:
         self._waits: dict[int, int] = {}
         """drafts from the last occasion to the next"""
         self._nums: dict[int, int] = {}
-        """drafts since then, those of an occasion included"""
+        """drafts since then"""
+        self._nums_tried: dict[int, int] = {}
+        """drafts made for the present occasion"""
         self._nums_past: dict[int, int] = {}
         """occasions so far, taken or not"""
 
     def count(self, num_sequences: int) -> None:
-        """A draft of so many was verified."""
+        """A draft of so many was verified that was made for none."""
         size = size_of_batch(num_sequences)
-        num, wait = self._nums.get(size, 0) + 1, self._waits.get(size, self.first)
-        is_over = num >= wait + self.num_tries
-        self._nums[size] = 0 if is_over else num
-        self._waits[size] = min(self.longer * wait, self.last) if is_over else wait
-        self._nums_past[size] = self.num_past(num_sequences) + is_over
+        self._nums[size] = self._nums.get(size, 0) + 1
 
     def is_due(self, num_sequences: int) -> bool:
         size = size_of_batch(num_sequences)
         return self._nums.get(size, 0) >= self._waits.get(size, self.first)
+
+    def has_begun(self, num_sequences: int) -> bool:
+        """Whether some of the drafts of the present one have been made."""
+        return self._nums_tried.get(size_of_batch(num_sequences), 0) > 0
+
+    def take(self, num_sequences: int) -> None:
+        """A draft for it is made."""
+        size = size_of_batch(num_sequences)
+        self._nums_tried[size] = self._nums_tried.get(size, 0) + 1
+        if self._nums_tried[size] >= self.num_tries:
+            self.pass_over(num_sequences)
+
+    def pass_over(self, num_sequences: int) -> None:
+        """It is over, taken or not."""
+        size = size_of_batch(num_sequences)
+        self._nums[size] = self._nums_tried[size] = 0
+        self._waits[size] = min(self.longer * self._waits.get(size, self.first), self.last)
+        self._nums_past[size] = self.num_past(num_sequences) + 1
 
     def num_past(self, num_sequences: int) -> int:
         return self._nums_past.get(size_of_batch(num_sequences), 0)

@@ -5,8 +5,10 @@ step takes by now, and of drafts what they took on a machine that was slower. So
 is taken for the machine's: if each of them takes longer than when it came into use, by as much as the one that has
 changed the least. A single one may have changed for a reason of its own. What steps mostly take counts, on both sides:
 a step is often late and never early. And compared with the beginning, not with the last time, or what is a little off
-each time would sum up, and everything not in use would become dearer for ever. Sudden changes are the matter of
-`Tempo`. Knows nothing of passes or policies.
+each time would sum up, and everything not in use would become dearer for ever. For the same reason a size that comes
+back is compared with what it took when it was last in use, if that says that the machine is more like it was at first:
+contexts grow as long as requests last, and are short again when others come. Sudden changes are the matter of `Tempo`.
+Knows nothing of passes or policies.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from dataclasses import dataclass, field
 
 NUM_STEPS = 31
 """of a size, of which the middle one says what they take"""
+MOST_AT_ONCE = 4
+"""steps that a rest counts as which is told as one: there is only one figure of it, and it may be off"""
 LONGEST_UNSEEN = 64
 """steps of other sizes after which one is not in use any more"""
 MOST_APART = 8
@@ -39,6 +43,8 @@ class _Size:
     """what they mostly take"""
     level: float | None = None
     """what they take on a machine as it was at the first step; None: too few have been seen"""
+    level_before: float | None = None
+    """the same when it was last in use"""
 
 
 class Pace:
@@ -52,7 +58,7 @@ class Pace:
     def observe(self, key: Hashable, seconds: float, num_steps: int = 1) -> float:
         """So many steps of a size took so long. Returns by what everything that is known must be multiplied, mostly
         1."""
-        num = min(num_steps, NUM_STEPS)
+        num = min(num_steps, MOST_AT_ONCE)
         self._num_seen += num
         size = self._in_use(key)
         size.newest.extend([math.log(seconds)] * num)
@@ -61,7 +67,7 @@ class Pace:
             return 1.0
         size.now = statistics.median(size.newest)
         if size.level is None:
-            size.level = size.now - self._told
+            size.level = size.now - self._told - self._way_back(size)
         moved = self._moved()
         if abs(moved) < LEAST:
             return 1.0
@@ -80,9 +86,19 @@ class Pace:
     def _in_use(self, key: Hashable) -> _Size:
         """What was out of use may have changed for a reason of its own, and begins anew."""
         size = self._sizes.get(key)
-        if size is None or self._num_seen - size.seen_at[-1] > LONGEST_UNSEEN:
+        if size is None:
             size = self._sizes[key] = _Size()
+        elif self._num_seen - size.seen_at[-1] > LONGEST_UNSEEN:
+            before = size.level_before if size.level is None else size.level
+            size = self._sizes[key] = _Size(level_before=before)
         return size
+
+    def _way_back(self, size: _Size) -> float:
+        """How much nearer the machine is to what it was at first, by a size that has come back; 0: it says nothing."""
+        if size.level_before is None:
+            return 0.0
+        moved = size.now - size.level_before - self._told
+        return math.copysign(min(abs(moved), abs(self._told)), moved) if moved * self._told < 0 else 0.0
 
     def _moved(self) -> float:
         """What all agree on who tell it soon enough."""

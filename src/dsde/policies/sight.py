@@ -64,7 +64,9 @@ class Sight:
         is_ruled, sums = self._is_ruled.get(size, True), self._sums.get(size)
         if sums is None or sums[4] < LEAST:
             return is_ruled
-        rates = (sums[:2] / (sums[2:4] + sums[4] * np.array(starts_s))).tolist()
+        # One start may be less than nothing, by drafts that were longer than these.
+        seconds = np.maximum(sums[2:4] + sums[4] * np.array(starts_s), sums[2:4] / 2)
+        rates = (sums[:2] / seconds).tolist()
         if rates[not is_ruled] > (CLEAR if is_ruled else 1.0) * rates[is_ruled]:
             is_ruled = self._is_ruled[size] = not is_ruled
             self._nums[size], self._waits[size] = 0, FIRST_TRY

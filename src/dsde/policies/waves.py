@@ -59,6 +59,10 @@ class Waves:
         """Nothing will come of it."""
         self.is_open = False
 
+    def widen(self) -> None:
+        """Nothing could be read for it, perhaps as there is no memory: others need not wait for that."""
+        self._size, self.is_open = 2 * self._size, False
+
     def end(self, num_accepted: float, num_expected: float) -> None:
         """It is known what came of it."""
         self.is_open = False

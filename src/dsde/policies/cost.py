@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from dsde.core.errors import InvalidInput
 from dsde.policies.base import BatchView, BoolArray, FloatArray, IntArray, Outcome
 from dsde.policies.curve import KNEE, LEAST_CHANGE, LONGEST_PAUSE, NUM_TRUSTED, Curve, bucket_of
-from dsde.policies.pace import Pace
+from dsde.policies.drift import Drift
 from dsde.policies.prompt_steps import PromptSteps
 from dsde.policies.slots import SlotTable
 from dsde.policies.start import Start
@@ -58,7 +58,7 @@ NEAR = 1.5
 """times as many tokens, that tell what a step without drafts takes: batches shrink one by one"""
 SHORT_REST = 8
 """steps of a rest up to which few of them may have been measured"""
-MOST_ASIDE = 2 * NUM_ALIKE
+MOST_SET_ASIDE = 2 * NUM_ALIKE
 """steps that are not learnt from before it is known whether the machine has changed"""
 
 
@@ -135,7 +135,7 @@ class CostModel:
         self._prompt_steps = PromptSteps(VERIFY_S)
         self._resumes_s: deque[float] = deque(maxlen=NUM_RESUMED)
         self._tempo = Tempo()
-        self._pace = Pace()
+        self._drift = Drift()
         self._aside: list[Outcome] = []
         """steps that may be the first of a machine that has changed"""
         self._sequences = _Sequences(num_behind=np.zeros(1, np.int64), is_known=np.zeros(1, np.bool_))
@@ -331,7 +331,7 @@ class CostModel:
             self._follow_tempo(outcome)
         # Those of a machine that has just changed must not be kept with, and scaled like, those from before.
         self._aside.append(outcome)
-        if not self._tempo.is_waiting or len(self._aside) == MOST_ASIDE:
+        if not self._tempo.is_waiting or len(self._aside) == MOST_SET_ASIDE:
             for seen in self._aside:
                 self.turn_to(seen.num_sequences)
                 self._measure(seen)
@@ -363,14 +363,14 @@ class CostModel:
             return
         factor = 1.0 if ratio is None else self._tempo.observe(ratio)
         if factor != 1.0:
-            self._pace.scale(factor)
+            self._drift.scale(factor)
             self._scale(factor)
 
-    def _follow_pace(self, outcome: Outcome) -> None:
+    def _follow_drift(self, outcome: Outcome) -> None:
         num_verified = _num_verified(outcome)
         if not outcome.num_prompt_tokens and self.num_verified(num_verified) >= NUM_SETTLED:
             size = size_of_batch(outcome.num_sequences), bucket_of(num_verified)
-            self._scale(self._pace.observe(size, outcome.verify_s, outcome.num_steps))
+            self._scale(self._drift.observe(size, outcome.verify_s, outcome.num_steps))
 
     def _scale(self, factor: float) -> None:
         if factor != 1.0:
@@ -384,7 +384,7 @@ class CostModel:
             is_plain = not num_passes and not outcome.num_drafted and not outcome.num_prompt_tokens
             if is_plain and (age := self.age(num_verified)) >= LONGEST_UNSEEN:
                 self._verify.renew(num_verified, NUM_KEPT if age <= LONGEST_PAUSE else NUM_KEPT_LONG)
-            self._follow_pace(outcome)
+            self._follow_drift(outcome)
             self._verify.observe(num_verified, outcome.verify_s, outcome.num_steps)
         if not num_passes:
             self._num_idle += 0 if outcome.has_drafts else outcome.num_steps

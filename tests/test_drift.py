@@ -8,21 +8,21 @@ import pytest
 from dsde.policies.base import Outcome
 from dsde.policies.cost import CostModel
 from dsde.policies.curve import Curve
-from dsde.policies.pace import LEAST, LONGEST_UNSEEN, MOST_APART, MOST_AT_ONCE, NUM_STEPS, Pace
+from dsde.policies.drift import LEAST, LONGEST_UNSEEN, MOST_APART, MOST_AT_ONCE, NUM_STEPS, Drift
 from dsde.policies.steadiness import Steadiness
 
 NOISE = 0.1
 
 
-def outcome_of(length: int, pace: float) -> Outcome:
+def outcome_of(length: int, drift: float) -> Outcome:
     return Outcome(
         slots=np.array([0]),
         drafted=np.array([length]),
         accepted=np.array([0]),
         klds=np.empty(0),
         temperatures=np.ones(1),
-        draft_s=(1e-3 + 5e-3 * length) * pace if length else 0.0,
-        verify_s=(28e-3 + 1e-3 * length) * pace,
+        draft_s=(1e-3 + 5e-3 * length) * drift if length else 0.0,
+        verify_s=(28e-3 + 1e-3 * length) * drift,
         num_decoding=1,
         num_drafted=length,
         num_draft_passes=length,
@@ -42,8 +42,8 @@ def test_sizes_that_are_not_in_use_follow_those_that_are(length: int, change: fl
     for number in range(128):
         cost.observe(outcome_of((0, 1, 2, 4)[number % 4], 1.0))
     before = prices(cost)
-    for pace in np.geomspace(1.0, change, 200):
-        cost.observe(outcome_of(length, float(pace)))
+    for drift in np.geomspace(1.0, change, 200):
+        cost.observe(outcome_of(length, float(drift)))
     for _ in range(32):
         cost.observe(outcome_of(length, change))
     shares = np.log(prices(cost) / before)[:5] / np.log(change)  # what a draft takes once is learnt by drafting
@@ -65,9 +65,9 @@ def test_a_size_that_was_not_known_well_says_nothing_of_the_machine() -> None:
 @pytest.mark.parametrize("late", [1.15, 3.0])
 def test_accidents_are_no_change(late: float) -> None:
     """Every fifth step is late, and none is early: on average they take longer than mostly, for ever."""
-    pace, rng, moved, total = Pace(), np.random.default_rng(0), [], 1.0
+    drift, rng, moved, total = Drift(), np.random.default_rng(0), [], 1.0
     for number in range(2000):
-        total *= pace.observe(8, (late if number % 5 == 0 else 1.0) * float(rng.lognormal(0, 0.05)))
+        total *= drift.observe(8, (late if number % 5 == 0 else 1.0) * float(rng.lognormal(0, 0.05)))
         moved.append(total)
     assert 0.93 < min(moved) <= max(moved) < 1.07
 
@@ -85,71 +85,71 @@ def test_what_drafts_take_is_not_changed_by_steps_that_are_late_while_nobody_dra
 def test_a_few_steps_at_once_count_as_many() -> None:
     totals = []
     for num in (1, MOST_AT_ONCE):
-        pace, total = Pace(), 1.0
+        drift, total = Drift(), 1.0
         for seconds in (1.0, 1.1):
             for _ in range(NUM_STEPS // num + 1):
-                total *= pace.observe(1, seconds, num)
+                total *= drift.observe(1, seconds, num)
         totals.append(total)
     assert totals == pytest.approx([1.1, 1.1], abs=LEAST)
 
 
 def test_one_rest_that_was_slow_changes_nothing() -> None:
     """It may be of hundreds of steps and is one figure all the same."""
-    pace = Pace()
+    drift = Drift()
     for number in range(64):
-        assert pace.observe(1, 1.0 if number % 4 else 1.1, 256) == 1.0
+        assert drift.observe(1, 1.0 if number % 4 else 1.1, 256) == 1.0
 
 
 @pytest.mark.parametrize("grown", [1.06, 1.5])
 def test_cohorts_whose_contexts_grow_and_are_short_again_do_not_make_everything_dearer_for_ever(grown: float) -> None:
     """They end one by one, and the few who are left at last are seen too shortly to tell anything."""
-    pace, total, totals = Pace(), 1.0, []
+    drift, total, totals = Drift(), 1.0, []
     for _ in range(12):
         for step in range(200):
-            total *= pace.observe(8, 1.0 + (grown - 1.0) * step / 200)
+            total *= drift.observe(8, 1.0 + (grown - 1.0) * step / 200)
         totals.append(total)
         for left in range(7, 0, -1):
             for _ in range(12):
-                total *= pace.observe(left, 0.9 * grown)
+                total *= drift.observe(left, 0.9 * grown)
     assert totals[0] > 1 + (grown - 1) / 2
     assert max(totals) < 1.02 * grown
 
 
 def test_a_change_that_somebody_else_has_told_is_not_told_again() -> None:
-    pace = Pace()
+    drift = Drift()
     for _ in range(NUM_STEPS):
-        assert pace.observe(1, 1.0) == 1.0
-    pace.scale(1.5)
+        assert drift.observe(1, 1.0) == 1.0
+    drift.scale(1.5)
     for _ in range(NUM_STEPS):
-        assert pace.observe(1, 1.5) == 1.0
+        assert drift.observe(1, 1.5) == 1.0
 
 
-def observed(pace: Pace, seconds: dict[int, float], num: int) -> float:
+def observed(drift: Drift, seconds: dict[int, float], num: int) -> float:
     """By what was multiplied, in so many steps of each of these sizes by turns."""
     total = 1.0
     for _ in range(num):
         for size, each in seconds.items():
-            total *= pace.observe(size, each)
+            total *= drift.observe(size, each)
     return total
 
 
 def test_what_was_out_of_use_may_have_changed_for_another_reason() -> None:
-    pace = Pace()
-    assert observed(pace, {1: 1.0}, NUM_STEPS) == 1.0
-    assert observed(pace, {2: 3.0}, LONGEST_UNSEEN + 1) == 1.0
-    assert observed(pace, {1: 1.2}, 10 * NUM_STEPS) == 1.0
+    drift = Drift()
+    assert observed(drift, {1: 1.0}, NUM_STEPS) == 1.0
+    assert observed(drift, {2: 3.0}, LONGEST_UNSEEN + 1) == 1.0
+    assert observed(drift, {1: 1.2}, 10 * NUM_STEPS) == 1.0
     # And what comes into use on a machine that has changed tells no change of its own.
-    assert observed(pace, {1: 1.32}, 10 * NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
-    assert observed(pace, {3: 5.0}, 10 * NUM_STEPS) == 1.0
-    assert observed(pace, {3: 5.5}, 10 * NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
+    assert observed(drift, {1: 1.32}, 10 * NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
+    assert observed(drift, {3: 5.0}, 10 * NUM_STEPS) == 1.0
+    assert observed(drift, {3: 5.5}, 10 * NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
 
 
 @pytest.mark.parametrize("change", [1.15, 0.85])
 def test_one_size_that_changes_by_itself_says_nothing_of_the_machine(change: float) -> None:
-    pace = Pace()
-    assert observed(pace, {1: 1.0, 8: 2.0}, NUM_STEPS) == 1.0
-    assert observed(pace, {1: 1.0, 8: 2.0 * change}, 10 * NUM_STEPS) == 1.0
-    assert observed(pace, {1: change**2, 8: 2.0 * change}, 10 * NUM_STEPS) == pytest.approx(change, abs=LEAST)
+    drift = Drift()
+    assert observed(drift, {1: 1.0, 8: 2.0}, NUM_STEPS) == 1.0
+    assert observed(drift, {1: 1.0, 8: 2.0 * change}, 10 * NUM_STEPS) == 1.0
+    assert observed(drift, {1: change**2, 8: 2.0 * change}, 10 * NUM_STEPS) == pytest.approx(change, abs=LEAST)
 
 
 def test_the_price_of_one_length_beside_another_is_that_of_its_own_steps() -> None:
@@ -169,20 +169,20 @@ def test_the_price_of_one_length_beside_another_is_that_of_its_own_steps() -> No
 def test_a_machine_is_followed_whatever_lengths_there_are_by_turns(lengths: tuple[int, ...]) -> None:
     cost, rng = CostModel(), np.random.default_rng(0)
     for number in range(1200):
-        pace = 1 + 0.2 * float(np.clip((number - 300) / 400, 0, 1))
+        drift = 1 + 0.2 * float(np.clip((number - 300) / 400, 0, 1))
         length = 0 if number < 60 else int(rng.choice(lengths))
-        cost.observe(outcome_of(length, pace * float(rng.lognormal(0, 0.02))))
+        cost.observe(outcome_of(length, drift * float(rng.lognormal(0, 0.02))))
     assert float(cost.verify_s(1)) == pytest.approx(1.2 * 28e-3, rel=0.03)
 
 
 def test_a_size_that_is_rare_does_not_hold_up_the_others() -> None:
-    pace = Pace()
+    drift = Drift()
     often = dict.fromkeys(range(2), 1.0)
     rarely = {9: 1.0}
     for _ in range(2 * NUM_STEPS):
-        assert observed(pace, often, MOST_APART) * observed(pace, rarely, 1) == 1.0
+        assert observed(drift, often, MOST_APART) * observed(drift, rarely, 1) == 1.0
     slower = dict.fromkeys(often, 1.1)
-    assert observed(pace, slower, NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
+    assert observed(drift, slower, NUM_STEPS) == pytest.approx(1.1, abs=LEAST)
 
 
 @pytest.mark.parametrize("seed", range(20))

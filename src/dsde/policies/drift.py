@@ -47,7 +47,7 @@ class _Size:
     """the same when it was last in use"""
 
 
-class Pace:
+class Drift:
     def __init__(self) -> None:
         self._told = 0.0
         """in logarithms: how much slower the machine has become since the first step"""

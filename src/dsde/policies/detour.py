@@ -1,8 +1,8 @@
 """When to try drafts a token shorter, or longer, than those that seem best, if nobody has made such for a while.
 
 What they cost was measured when they were last made, perhaps while the machine was busy with something else; whoever
-made others since would never know better. Where a rule ends drafts at many lengths, all have been made lately and nothing
-comes of it. Knows nothing of seconds.
+made others since would never know better. Where a rule ends drafts at many lengths, all of them have been made lately
+and nothing comes of it. Knows nothing of seconds.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def run_pair(bench: Bench, options: argparse.Namespace) -> None:
 
 def run_grid(bench: Bench, options: argparse.Namespace) -> None:
     rivals = [] if options.quick else RIVALS
-    failures, num_cells, num_first = [], 0, 0
+    failures, behind, num_cells = [], [], 0
     columns = ["best static", *rivals, "oracle", "auto", "auto / best static", "auto / off", "auto / oracle"]
     for name in options.streams or STREAMS:
         print_header([name, *columns])
@@ -219,11 +219,16 @@ def run_grid(bench: Bench, options: argparse.Namespace) -> None:
             print(f"| {batch_size} | {' | '.join(cells + [show(ratio) for ratio in ratios])} |", flush=True)
             failures += [f"{name}, batch {batch_size}: {text}" for text in verdicts(name, batch_size, speeds)]
             if rivals:
-                lead, width = speeds.ratio("auto", speeds.best(rivals))
-                num_cells, num_first = num_cells + 1, num_first + (lead + width >= 1)
+                first = speeds.best(rivals)
+                lead, width = speeds.ratio("auto", first)
+                num_cells += 1
+                if lead + width < 1:
+                    behind.append(f"{name}, batch {batch_size}: {show((lead, width))} of {first}")
+    num_first = num_cells - len(behind)
     print(
         "\nSpeed-up over off." + (f" First or within the interval: {num_first} of {num_cells} cells." if rivals else "")
     )
+    print("\n".join(["Behind the first:", *behind, ""]) if behind else "", end="")
     print("\n".join(["Not held:", *failures] if failures else ["Everything held."]), flush=True)
 
 

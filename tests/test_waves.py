@@ -9,6 +9,8 @@ import pytest
 from numpy.typing import ArrayLike
 
 from dsde.policies import Auto, BatchView, Outcome, Plan
+from dsde.policies.advisor import Advisor
+from dsde.policies.choice import Choice
 from dsde.policies.cost import CostModel
 from dsde.policies.waves import FIRST, HOPED, Waves
 
@@ -293,3 +295,20 @@ def test_a_wave_is_no_more_once_nobody_drafts() -> None:
     # All have been read for: whoever comes next may be others again.
     limited(waves, view([0] * 8), [1] * 8)
     assert sum(limited(waves, view([most] * 8), [1] * 8)[0]) == 1
+
+
+@pytest.mark.parametrize(("gain", "is_read"), [(1.02, False), (1.2, True)])
+@pytest.mark.parametrize("is_drafting", [True, False])
+def test_prompts_are_read_only_for_what_drafts_bring_beyond_doubt(
+    gain: float, is_read: bool, is_drafting: bool
+) -> None:
+    """Whoever drafts goes on where that brings a little; but reading everything for who is new costs more than that."""
+    cost = Known()
+    advisor, batch = Advisor(20, cost), replace(view([500] * 8), num_left=np.full(8, 2000))
+    cost.see(batch)
+    advisor.is_drafting = is_drafting
+    rate_off = 8 / STEP_S
+    choice = Choice(np.ones(8, np.int64), gain * rate_off, STEP_S, rate_off)
+    assert advisor._seems_to_pay(choice) == (is_read or is_drafting)
+    if advisor._seems_to_pay(choice):
+        assert advisor._is_worth_reading(batch, choice).tolist() == [is_read] * 8

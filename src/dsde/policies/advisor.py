@@ -492,12 +492,17 @@ class Advisor:
         return self._seems_to_pay(choice)
 
     def _seems_to_pay(self, choice: Choice) -> bool:
-        least = choice.rate_off * (1.0 if self.is_drafting else 1 + (LEAST_GAIN + self.steadiness.spread))
+        least = choice.rate_off * (1.0 if self.is_drafting else 1 + self._doubt)
         return choice.rate * self._gain > least and bool(choice.lengths.any())
 
-    def _saved_s(self, choice: Choice) -> float:
-        """Of every token that is emitted, by drafting."""
-        return 1 / choice.rate_off - 1 / (choice.rate * self._gain)
+    @property
+    def _doubt(self) -> float:
+        """Share by which drafts may bring less than they seem to."""
+        return LEAST_GAIN + self.steadiness.spread
+
+    def _saved_s(self, choice: Choice, doubt: float = 0.0) -> float:
+        """Of every token that is emitted, by drafting, if that brings less than it seems to by this share."""
+        return 1 / choice.rate_off - (1 + doubt) / (choice.rate * self._gain)
 
     def _is_worth_reading(self, batch: BatchView, choice: Choice) -> BoolArray:
         """[batch] whether drafts will save what it costs to have the draft read first; everybody where nothing pays."""
@@ -511,7 +516,7 @@ class Advisor:
             saved_s = self._saved_s(choice) * self.lifespan.num_coming(batch)
             resume_s = 0.0 if self.is_drafting else self.cost.resume_s
             return np.full(behind.size, saved_s.sum() >= shares_s.sum() + resume_s)
-        worth: BoolArray = self._saved_s(choice) * self.lifespan.num_left(batch) >= shares_s
+        worth: BoolArray = self._saved_s(choice, self._doubt) * self.lifespan.num_left(batch) >= shares_s
         return worth
 
     def _missing_s(self, batch: BatchView) -> float:

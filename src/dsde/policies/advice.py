@@ -68,6 +68,8 @@ class Advice:
     def end_rest(self) -> int:
         """No step of a rest is announced any more. Returns how many were."""
         num_resting, self.plan.num_resting = self.plan.num_resting, 0
+        if self.followed is not None:
+            self.followed.num_resting = 0
         return num_resting
 
     @property

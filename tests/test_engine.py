@@ -182,7 +182,7 @@ def test_there_is_no_room_for_drafts_beyond_what_a_draft_can_read() -> None:
     assert left[-2] > 1
 
 
-@pytest.mark.parametrize("params", [{}, {"logprobs": 2}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}])
+@pytest.mark.parametrize("params", [{}, {"logprobs": 2}, {"presence_penalty": 0.5}, {"min_tokens": 9}])
 @pytest.mark.parametrize("is_chosen_for", [True, False])
 def test_batches_are_whole_in_passes_only_where_a_device_makes_them_alone(params: dict, is_chosen_for: bool) -> None:
     engine = make_engine(TARGET, DRAFT, "static:1")

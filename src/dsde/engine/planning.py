@@ -18,6 +18,7 @@ from dsde.engine.executor import Landing
 from dsde.engine.metrics import EngineMetrics
 from dsde.engine.scheduler import Schedule, Scheduler
 from dsde.policies import FOREVER, BatchView, Need, Outcome, Pace, Plan, Policy
+from dsde.sampling.penalties import is_edited
 
 IntArray = NDArray[np.int64]
 
@@ -159,7 +160,7 @@ class Planner:
             num_missed=_num_missed(chosen) if self._must_read else None,
             pace=_pace(chosen) if self.policy.needs & Need.PACE else None,
             # Where logits are wanted, or edited, the host is asked about every token, and fewer still draft.
-            has_whole_passes=len(decodes) <= self.most_whole and all(_is_left_alone(s) for s in decodes),
+            has_whole_passes=len(decodes) <= self.most_whole and not any(map(_is_asked_about, decodes)),
         )
 
     def observe(
@@ -209,10 +210,8 @@ class Planner:
         self.policy.observe(outcome)
 
 
-def _is_left_alone(sequence: Sequence) -> bool:
-    """Whether a device need not ask the host about its tokens."""
-    params = sequence.params
-    return params.logprobs is None and not (params.logit_bias or params.has_penalties)
+def _is_asked_about(sequence: Sequence) -> bool:
+    return sequence.params.logprobs is not None or is_edited(sequence)
 
 
 def _num_missed(sequences: list[Sequence]) -> IntArray:

@@ -650,6 +650,17 @@ def test_a_prompt_is_read_where_drafts_will_have_paid_for_it(num_tokens: int, pa
     assert np.mean(speeds) > 0.97 * max(off, all_along)
 
 
+@pytest.mark.parametrize("num_missed", [0, 1000])
+def test_who_has_nothing_to_read_drafts_however_little_it_brings(num_missed: int) -> None:
+    """Drafts that bring less than they are in doubt by are no reason to read much, nor to stop for everybody."""
+    advisor, view = Auto(cost=Known(MEMORY_BOUND)).advisor, batch(8)
+    view.num_missed = np.array([num_missed] + 7 * [0])
+    advisor.cost.see(view)
+    advisor.is_drafting = True
+    choice = Choice(np.ones(8, np.int64), rate=1020.0, seconds=0.01, rate_off=1000.0)
+    assert advisor._is_worth_reading(view, choice).tolist() == [not num_missed] + 7 * [True]
+
+
 @pytest.mark.parametrize(("num_tokens", "reads"), [(20, False), (600, True)])
 def test_how_long_requests_last_is_learnt_from_those_that_ended(num_tokens: int, reads: bool) -> None:
     """They have room for a thousand tokens, and every draft stands. The first ones need not be read."""

@@ -222,6 +222,32 @@ def test_drafts_that_take_less_than_their_passes_are_told_from_others() -> None:
     assert start.beside_s == start.seconds > 0
 
 
+def test_what_a_rule_takes_once_is_in_the_passes_where_all_drafts_are_of_one_token() -> None:
+    """What the others take less than such passes is no property of both."""
+    cost = CostModel()
+    for number in range(40):
+        is_ruled = not 20 <= number < 23
+        drafted = np.ones(8, np.int64)
+        cost.observe(
+            Outcome(
+                slots=np.arange(8),
+                drafted=drafted,
+                accepted=drafted,
+                klds=np.empty(0),
+                temperatures=np.zeros(8),
+                draft_signals=np.zeros((8, 3)),
+                draft_s=2e-3 + 0.8e-3 * is_ruled,
+                verify_s=10e-3,
+                num_decoding=8,
+                num_drafted=8,
+                num_draft_passes=1,
+                is_ruled=is_ruled,
+            )
+        )
+    assert cost.beside_of(True) == 0.0
+    assert cost.beside_of(False) == pytest.approx(-0.8e-3, rel=0.01)
+
+
 def batch_of_one() -> BatchView:
     return BatchView(np.arange(1), np.full(1, 100), np.zeros(1), 1)
 

@@ -516,7 +516,8 @@ class Advisor:
             saved_s = self._saved_s(choice) * self.lifespan.num_coming(batch)
             resume_s = 0.0 if self.is_drafting else self.cost.resume_s
             return np.full(behind.size, saved_s.sum() >= shares_s.sum() + resume_s)
-        worth: BoolArray = self._saved_s(choice, self._doubt) * self.lifespan.num_left(batch) >= shares_s
+        saved_s = self._saved_s(choice, self._doubt) * self.lifespan.num_left(batch)
+        worth: BoolArray = (behind == 0) | (saved_s >= shares_s)
         return worth
 
     def _missing_s(self, batch: BatchView) -> float:

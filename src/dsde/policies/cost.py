@@ -196,12 +196,17 @@ class CostModel:
 
     def start_of(self, is_ruled: bool) -> float:
         """The same of one that a rule may end, or none; of the former as of the latter, while nobody knows."""
-        return self._starts[is_ruled and self._starts[True].is_known].seconds
+        return self._start(is_ruled).seconds
 
     def beside_of(self, is_ruled: bool) -> float:
         """The same, less than nothing where such drafts take less than their passes are taken to: on a CPU those that
         nobody looks at."""
-        return self._starts[is_ruled and self._starts[True].is_known].beside_s
+        return self._start(is_ruled).beside_s
+
+    def _start(self, is_ruled: bool) -> Start:
+        # What those take once that tell what a pass takes is in their passes until it is known.
+        is_told = self._starts[True].is_known or self._is_anchor_ruled
+        return self._starts[is_ruled and is_told]
 
     def drafting_s(self, num_tokens: int, num_passes: int, is_ruled: bool = False) -> float:
         """Of drafting so many tokens in so many passes, nobody having to catch up."""

@@ -96,6 +96,8 @@ class Turns(Policy):
         """tokens that drafts so far were to bring, with those that come anyway"""
         self.num_plain = 0
         """steps so far without a draft"""
+        self.num_ruled = 0
+        """steps so far whose draft a rule might have ended"""
         self._planned: deque[tuple[IntArray, Policy]] = deque()
         """who planned the steps under way; a plan is known by its batch, and may be that of several steps"""
 
@@ -135,6 +137,7 @@ class Turns(Policy):
         rates = self.rates[outcome.slots]
         self.expected += float((1 + rates * (1 - rates**outcome.drafted) / (1 - rates)).sum())
         self.num_plain += outcome.num_draft_passes == 0
+        self.num_ruled += outcome.num_draft_passes > 0 and outcome.is_ruled
 
     def forget(self, slots: IntArray) -> None:
         """Their requests have ended, but the next ones are like them."""
@@ -163,7 +166,8 @@ class Window:
 
     def _now(self) -> Counter[str]:
         now = Counter(counters(self.engine.metrics))
-        now["expected"], now["num_plain"] = self.turns.expected, self.turns.num_plain
+        now["expected"] = self.turns.expected
+        now["num_plain"], now["num_ruled"] = self.turns.num_plain, self.turns.num_ruled
         return now
 
     def done(self) -> Counter[str]:
@@ -181,6 +185,7 @@ def make_row(done: Counter[str]) -> Row:
         "steps": int(steps),
         "cold_steps": int(done["num_cold_steps"]),
         "plain_share": done["num_plain"] / steps,
+        "ruled_share": done["num_ruled"] / steps,
         "step_ms": 1e3 * seconds / steps,
         "verify_ms": 1e3 * (done["target_s"] + done["accept_s"]) / steps,
         "draft_pass_ms": 1e3 * done["draft_s"] / passes if passes else None,
@@ -415,7 +420,7 @@ def make_pair(shapes: Sequence[str], dtype: torch.dtype, device: torch.device) -
 
 HEADER = (
     f"{'batch':>5} {'acceptance':10} {'policy':10}{'tokens/s':>9}{'vs off':>16}{'vs best static':>16}"
-    f"{'step ms':>8}{'verify':>8}{'a pass':>8}{'passes':>7}{'length':>7}{'plain':>7}"
+    f"{'step ms':>8}{'verify':>8}{'a pass':>8}{'passes':>7}{'length':>7}{'plain':>7}{'ruled':>7}"
     f"{'catch-up':>9}{'policy':>8}{'idle':>7}{'cold':>5}"
 )
 
@@ -425,6 +430,7 @@ def _line(row: Row) -> str:
     ratios = "".join(f"{row[name]:8.3f} ±{_number(row[f'{name}_error']):6.3f}" for name in ("vs_off", "vs_static"))
     times = f"{row['step_ms']:8.3f}{row['verify_ms']:8.3f}{_number(row['draft_pass_ms']):8.3f}"
     sizes = f"{row['passes_per_step']:7.2f}{row['drafted_per_step'] / row['batch']:7.2f}{row['plain_share']:7.1%}"
+    sizes += f"{row['ruled_share']:7.1%}"
     host = f"{row['catch_up_per_step'] / row['batch']:9.2f}{row['policy_ms']:8.3f}{row['idle_ms']:7.3f}"
     names = f"{row['batch']:5} {row['acceptance']:10} {row['policy']:10}"
     return f"{names}{row['tokens_per_s']:9.1f}{ratios}{times}{sizes}{host}{row['cold_steps']:5}"

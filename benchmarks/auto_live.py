@@ -262,7 +262,7 @@ class Requests:
 class Bench:
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
         self.options, self.report, self.began = options, report, time.perf_counter()
-        kinds = sorted({rate for rates in options.acceptance for rate in rates})
+        kinds = sorted({rate for rates, _ in options.acceptance for rate in rates})
         self.turns = Turns()
         self.engine = self._make_engine(kinds)
         self.requests = Requests(self.engine, self.turns, kinds, options.context_tokens)
@@ -304,9 +304,9 @@ class Bench:
 
     def run(self) -> None:
         """Rates by their order, and of each the batches by theirs: those named last are what time runs out for."""
-        for rates in self.options.acceptance:
+        for rates, batches in self.options.acceptance:
             for batch in self.options.batches:
-                if len(rates) > batch:
+                if len(rates) > batch or batch not in (batches or self.options.batches):
                     continue
                 if self.seconds + self.cell_s.get(batch, 0.0) > self.options.time_limit:
                     print("out of time", flush=True)
@@ -466,8 +466,10 @@ def costs(cells: list[Row], catch_up: list[Row], machine: str) -> dict[str, obje
     }
 
 
-def rates_of_cells(text: str) -> list[tuple[float, ...]]:
-    return [tuple(float(rate) for rate in items(part)) for part in text.split(";")]
+def rates_of_cells(text: str) -> list[tuple[tuple[float, ...], list[int]]]:
+    """Rates, and the batches that are measured with them; none: all."""
+    parts = [part.partition("@") for part in text.split(";")]
+    return [(tuple(map(float, items(rates))), whole(batches) if batches else []) for rates, _, batches in parts]
 
 
 def parse_options() -> argparse.Namespace:
@@ -480,7 +482,8 @@ def parse_options() -> argparse.Namespace:
         "--acceptance",
         type=rates_of_cells,
         default="0.8;0.95,0.4;0.3;0.95;0.6",
-        help="of a cell's requests, the most important first; several separated by commas: in turn",
+        help="of a cell's requests, the most important first; several separated by commas: in turn; 0.8@64,8: only "
+        "with these batches",
     )
     parser.add_argument("--policies", type=items, default="dsde,auto", help="beside off and the static lengths")
     parser.add_argument("--rounds", type=int, default=4, help="that count")

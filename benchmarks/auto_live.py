@@ -14,8 +14,9 @@ ended: whoever did not draft pays for its own pause, up to the context, and for 
 Tokens a second are those to be expected of what was drafted, at the rates tossed with: luck is left out, since nothing
 that a policy sees tells it beforehand which coin will fall well. `raw` are those that came. They are those of all
 rounds together; ratios are taken within every round, and printed is their mean with its 95 % interval over rounds. The
-first round is not counted: graphs are captured, and those that learn do. What they learnt of a batch size they keep for
-the next cell of that size, as on a machine that has served others before.
+first round is not counted: graphs are captured, and those that learn do. What passes take they know from the cell
+before of that size, as a server does that keeps it in a file, and nothing else: a cell is a workload by itself (one
+after another: `auto.py turn`).
 
 Unlike an engine without a draft, `off` has a policy that the host tells of the batch now and then, and less KV memory,
 which nobody here runs out of. Unlike an engine of their own, fixed lengths draft with the signals that others want. The
@@ -267,7 +268,7 @@ class Bench:
         self.engine = self._make_engine(kinds)
         self.requests = Requests(self.engine, self.turns, kinds, options.context_tokens)
         self._learners: dict[tuple[str, int], Policy] = {}
-        """by name and batch size"""
+        """of the last cell, by name and batch size"""
         self.cell_s: dict[int, float] = {}
         """that the last cell of a batch size took; before the first of them prompts are read"""
         print(f"models made in {self.seconds:.1f} s", flush=True)
@@ -349,8 +350,12 @@ class Bench:
         specs = [*fixed, *self.options.policies]
         policies = {spec: make_policy(spec) for spec in fixed}
         for spec in self.options.policies:
-            policies[spec] = self._learners.setdefault((spec, batch), make_policy(spec))
-            policies[spec].forget(np.arange(batch))
+            policies[spec] = make_policy(spec)
+            before = self._learners.get((spec, batch), policies[spec])
+            for model, known in zip(policies[spec].cost_models, before.cost_models, strict=True):
+                if known.num_measured:
+                    model.restore(known.to_dict())
+            self._learners[spec, batch] = policies[spec]
         pasts = {spec: Past.none(batch) for spec in specs}
         found: dict[str, list[Counter[str]]] = defaultdict(list)
         for number in range(self.options.rounds + 1):

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import plain_kernels
 from dsde.device import backend
 from dsde.engine import device_executor, rehearsal
-from dsde.policies import make_policy
+from dsde.policies import Policy, make_policy
 from dsde.policies.static import Static
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -102,11 +102,11 @@ def test_a_batch_larger_than_the_last(bench: auto_live.Bench) -> None:
 
 def test_cells_and_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(auto_live, "LEAST_STEPS", 4)
-    bench = make_bench(monkeypatch, "--batches 4,1 --acceptance 0.5;0.9,0.2 --rounds 2", tmp_path)
+    bench = make_bench(monkeypatch, "--batches 4,1 --acceptance 0.5;0.9,0.2;0.8@1 --rounds 2", tmp_path)
     bench.run()
     report, costs = (json.loads((tmp_path / name).read_text()) for name in ("out.json", "costs.json"))
     cells = [(row["batch"], row["acceptance"]) for row in report["cells"]]
-    assert list(dict.fromkeys(cells)) == [(4, "0.5"), (1, "0.5"), (4, "0.9/0.2")]
+    assert list(dict.fromkeys(cells)) == [(4, "0.5"), (1, "0.5"), (4, "0.9/0.2"), (1, "0.8")]
     for row in report["cells"]:
         assert len(row["vs_off_rounds"]) == len(row["vs_static_rounds"]) == 2
         assert row["plain_share"] == {"off": 1.0, "auto": row["plain_share"]}.get(row["policy"], 0.0)
@@ -114,7 +114,27 @@ def test_cells_and_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         assert row["policy"] != row["best_static"] or row["vs_static"] == 1.0
     assert {tuple(row[:2]) for row in costs["verify"]} >= {(1, 1), (1, 2), (4, 4), (4, 8)}
     assert all(size > 0 and seconds > 0 for size, seconds in costs["catch_up"])
-    assert capsys.readouterr().out.count("auto") == 3
+    assert capsys.readouterr().out.count("auto") == 4
+
+
+def test_from_one_cell_to_the_next_only_costs_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench = make_bench(monkeypatch, "--batches 4 --acceptance 0.9;0.1 --rounds 1", tmp_path)
+    made, known = [], []
+
+    def make(spec: str) -> Policy:
+        policy = make_policy(spec)
+        if spec == "auto":
+            made.append(policy)
+            begin = policy.cost_model.restore
+            policy.cost_model.restore = lambda saved: (known.append(saved), begin(saved))
+        return policy
+
+    monkeypatch.setattr(auto_live, "make_policy", make)
+    bench.run()
+    assert len(made) == 2
+    assert made[0] is not made[1]
+    assert len(known) == 1
+    assert known[0]["verify"]
 
 
 def test_out_of_time_nothing_more_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

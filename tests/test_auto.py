@@ -658,7 +658,32 @@ def test_who_has_nothing_to_read_drafts_however_little_it_brings(num_missed: int
     advisor.cost.see(view)
     advisor.is_drafting = True
     choice = Choice(np.ones(8, np.int64), rate=1020.0, seconds=0.01, rate_off=1000.0)
-    assert advisor._is_worth_reading(view, choice).tolist() == [not num_missed] + 7 * [True]
+    advisor._choose_for_next = lambda *_: choice  # type: ignore[method-assign]
+    assert advisor._is_worth_reading(view, choice, np.full(8, 0.5)).tolist() == [not num_missed] + 7 * [True]
+
+
+@pytest.mark.parametrize("num_joining", [0, 15])
+def test_what_a_draft_reads_is_read_for_those_who_will_be_there(num_joining: int) -> None:
+    """One sequence gains by drafts, sixteen do not, where every token has its price."""
+    advisor, view = Auto(cost=Known(COMPUTE_BOUND)).advisor, batch(1)
+    advisor.cost.catch_up_s = lambda tokens: 1e-4 * np.asarray(tokens, np.float64)  # type: ignore[method-assign]
+    view.num_missed, view.num_left, view.num_joining = np.full(1, 60), np.full(1, 500), num_joining
+    advisor.is_drafting = True
+    advisor.cost.see(view)
+    outlooks = np.full(1, 0.8)
+    _, is_worth = advisor._choose_readers(view, outlooks, outlooks)
+    assert is_worth.tolist() == [not num_joining]
+
+
+@pytest.mark.parametrize(("num_left_out", "is_on"), [(2, True), (6, False)])
+def test_few_who_are_left_go_on_only_where_it_clearly_pays(num_left_out: int, is_on: bool) -> None:
+    advisor, view = Auto(cost=Known(MEMORY_BOUND)).advisor, batch(8)
+    advisor.is_drafting = True
+    advisor._choose = lambda *_: Choice(np.ones(8, np.int64), rate=1020.0, seconds=0.01, rate_off=1000.0)  # type: ignore[method-assign]
+    is_worth = np.arange(8) >= num_left_out
+    advisor._is_worth_reading = lambda *_: is_worth  # type: ignore[method-assign]
+    choice, _ = advisor._choose_readers(view, np.full(8, 0.5), np.full(8, 0.5))
+    assert choice.lengths.tolist() == (is_worth * is_on).tolist()
 
 
 @pytest.mark.parametrize(("num_tokens", "reads"), [(20, False), (600, True)])

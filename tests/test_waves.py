@@ -311,4 +311,5 @@ def test_prompts_are_read_only_for_what_drafts_bring_beyond_doubt(
     choice = Choice(np.ones(8, np.int64), gain * rate_off, STEP_S, rate_off)
     assert advisor._seems_to_pay(choice) == (is_read or is_drafting)
     if advisor._seems_to_pay(choice):
-        assert advisor._is_worth_reading(batch, choice).tolist() == [is_read] * 8
+        advisor._choose_for_next = lambda *_, choice=choice: choice  # type: ignore[method-assign]
+        assert advisor._is_worth_reading(batch, choice, np.full(8, 0.5)).tolist() == [is_read] * 8

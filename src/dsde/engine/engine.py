@@ -296,7 +296,7 @@ class Engine:
             plan = self.planner.repeat(latest, work.decodes)
         else:
             self.planner.most_whole = self.executor.most_whole
-            plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills))
+            plan = self.planner.plan(work.decodes, sum(chunk for _, chunk in work.prefills), len(work.joining))
         self._latest_plan = plan
         times.append(time.perf_counter())
         scored = {s for s, _ in work.prefills if s.index == 0 and self.requests[s.request_id].wants_prompt_logprobs}

@@ -173,7 +173,7 @@ def propose(drafter: Drafter, decodes: list[Sequence], wish: DraftWish) -> Propo
 
 
 def judged_sequences(work: Schedule) -> list[Sequence]:
-    return [*work.decodes, *(s for s, chunk in work.prefills if chunk == s.num_pending)]
+    return [*work.decodes, *work.joining]
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ class Planner:
     def needs_draft_signals(self) -> bool:
         return bool(self.policy.needs & Need.DRAFT_SIGNALS)
 
-    def plan(self, decodes: list[Sequence], num_prompt_tokens: int = 0) -> LengthPlan:
+    def plan(self, decodes: list[Sequence], num_prompt_tokens: int = 0, num_joining: int = 0) -> LengthPlan:
         nobody = np.empty(0, dtype=np.int64)
         if not self.can_draft or not decodes:
             zeros = np.zeros(len(decodes), dtype=np.int64)
@@ -83,7 +83,8 @@ class Planner:
             fixed = np.array([wish if isinstance(wish, int) else 0 for wish in wishes], dtype=np.int64)
             planned = np.minimum(fixed, rooms)
         chosen = decodes if len(rows) == len(decodes) else [decodes[i] for i in rows.tolist()]
-        batch = self._view(chosen, rooms[rows], decodes, num_prompt_tokens)
+        batch = self._view(chosen, rooms[rows], decodes)
+        batch.num_prompt_tokens, batch.num_joining = num_prompt_tokens, num_joining
         plan = None
         if len(rows):
             plan = self.policy.plan(batch)
@@ -113,7 +114,7 @@ class Planner:
     def foresee(self, work: Schedule) -> BatchView | None:
         """The batch of the next step, where this one ends prompts and nothing else will be read then, as long as nobody
         ends; None: it is that of this step, for all that is known, or nobody knows."""
-        joining = [sequence for sequence, chunk in work.prefills if chunk == sequence.num_pending]
+        joining = work.joining
         is_known = self.can_draft and len(joining) == len(work.prefills) and not self.scheduler.has_room
         if not joining or not is_known:
             return None
@@ -132,7 +133,7 @@ class Planner:
         """A batch of these, if the policy chooses for all of them, who will have so many tokens more."""
         if any(sequence.params.speculation != "on" for sequence in decodes):
             return None
-        return self._view(decodes, np.maximum(self._rooms(decodes) - num_more, 0), decodes, 0, num_more)
+        return self._view(decodes, np.maximum(self._rooms(decodes) - num_more, 0), decodes, num_more)
 
     def _rooms(self, sequences: list[Sequence]) -> IntArray:
         """[sequences] tokens that may be drafted of each, at most."""
@@ -145,7 +146,6 @@ class Planner:
         chosen: list[Sequence],
         rooms: IntArray,
         decodes: list[Sequence],
-        num_prompt_tokens: int,
         num_more: int = 0,
     ) -> BatchView:
         """As it will be when everybody has had so many tokens more."""
@@ -155,7 +155,6 @@ class Planner:
             temperatures=np.array([s.params.temperature for s in chosen], dtype=np.float64),
             num_decoding=len(decodes),
             num_waiting=len(self.scheduler.waiting),
-            num_prompt_tokens=num_prompt_tokens,
             num_left=np.array([max(s.num_left - num_more, 1) for s in chosen], dtype=np.int64),
             num_missed=_num_missed(chosen) if self._must_read else None,
             pace=_pace(chosen) if self.policy.needs & Need.PACE else None,

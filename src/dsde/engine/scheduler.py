@@ -28,6 +28,11 @@ class Schedule:
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
 
+    @property
+    def joining(self) -> list[Sequence]:
+        """Of those who read: who will have read all of it."""
+        return [sequence for sequence, chunk in self.prefills if chunk == sequence.num_pending]
+
 
 def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
@@ -146,7 +147,7 @@ class Advisor:
         outlooks, doubts = self.acceptance.outlooks(batch.slots)
         starts_s = self.cost.beside_of(False), self.cost.beside_of(True)
         self._is_ruled = not self._can_rule or self.sight.is_worth_it(num, starts_s)
-        choice, is_worth = self._choose_readers(batch, self._hopes(outlooks, doubts))
+        choice, is_worth = self._choose_readers(batch, outlooks, self._hopes(outlooks, doubts))
         is_blind, is_early = self._is_blind(batch, choice), self._is_early(batch)
         pays, foregone_s = (False, 0.0) if is_blind or is_early else self._decide(batch, choice)
         is_doubtful = pays and not self._seems_to_pay(choice)
@@ -222,15 +223,29 @@ class Advisor:
         hopes: FloatArray = np.minimum(outlooks + doubts / np.sqrt(max(doubts.size, 1)), HIGHEST)
         return hopes
 
-    def _choose_readers(self, batch: BatchView, hopes: FloatArray) -> tuple[Choice, BoolArray]:
+    def _choose_readers(self, batch: BatchView, outlooks: FloatArray, hopes: FloatArray) -> tuple[Choice, BoolArray]:
         """Without those who will have ended before it has paid for what their drafts must read first: [batch] who is
         left, too."""
         choice = self._choose(batch, hopes, self._start_s)
-        is_worth = self._is_worth_reading(batch, choice)
+        is_worth = self._is_worth_reading(batch, choice, outlooks)
         if not is_worth.all():
+            num_left_out = np.count_nonzero(choice.lengths[~is_worth])
             choice = self._choose(batch, np.where(is_worth, hopes, LOWEST), self._start_s)
             choice.lengths = np.where(is_worth, choice.lengths, 0)
+            # A few who go on by themselves end before the others, which brings less than it seems to.
+            is_for_few = num_left_out >= np.count_nonzero(choice.lengths)
+            if is_for_few and choice.rate * self._gain <= (1 + self._doubt) * choice.rate_off:
+                choice.lengths[:] = 0
         return choice, is_worth
+
+    def _choose_for_next(self, batch: BatchView, outlooks: FloatArray) -> Choice:
+        """For those who will decode in the next step: whoever joins is taken to be like those who are there."""
+        num = batch.num_sequences + batch.num_joining
+        if batch.num_joining:
+            slots, rooms = np.resize(batch.slots, num), np.resize(batch.rooms, num)
+            batch = replace(batch, slots=slots, rooms=rooms, num_decoding=num)
+        self.cost.turn_to(num)
+        return self._choose(batch, np.resize(outlooks, num), self._start_s)
 
     def _try_others(self, batch: BatchView, choice: Choice, outlooks: FloatArray, is_worth: BoolArray) -> Choice:
         """Of drafts that are made anyway: the other way, or longer ones, where nothing would be known of them."""
@@ -504,12 +519,15 @@ class Advisor:
         """Of every token that is emitted, by drafting, if that brings less than it seems to by this share."""
         return 1 / choice.rate_off - (1 + doubt) / (choice.rate * self._gain)
 
-    def _is_worth_reading(self, batch: BatchView, choice: Choice) -> BoolArray:
+    def _is_worth_reading(self, batch: BatchView, choice: Choice, outlooks: FloatArray) -> BoolArray:
         """[batch] whether drafts will save what it costs to have the draft read first; everybody where nothing pays."""
         behind = self.cost.behind(batch.slots)
         behind = np.where(behind > NUM_IN_PASSING, behind, 0)
         if not behind.any() or not self._seems_to_pay(choice):
             return np.ones(behind.size, np.bool_)
+        # No benefit of the doubt here: nobody reads to find out.
+        choice = self._choose_for_next(batch, outlooks)
+        self.cost.turn_to(batch.num_sequences)
         num_behind = int(behind.sum())
         shares_s = behind * float(self.cost.catch_up_s(num_behind)) / num_behind
         if batch.favours_one_length:  # whoever did not draft would be dearer than what is to be read

@@ -84,6 +84,8 @@ class BatchView(_Counted):
     num_waiting: int = 0
     num_prompt_tokens: int = 0
     """tokens of prompts that the same target pass reads"""
+    num_joining: int = 0
+    """sequences whose prompts will have been read by then, and who decode in the next step"""
     num_left: IntArray | None = None
     """[batch] tokens that each may have yet, at most; None: nobody knows"""
     num_missed: IntArray | None = None

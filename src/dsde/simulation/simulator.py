@@ -144,6 +144,7 @@ class _Simulator:
             num_decoding=slots.size,
             num_waiting=max(self.requests.size - self.num_admitted, 0),
             num_prompt_tokens=int(self.requests.num_prompt_tokens[self.rows[self.reading]].sum()),
+            num_joining=self.reading.size,
             num_left=left,
             num_missed=self.num_missed[slots],
             pace=Pace(self.tpot_s[rows], self.result.total_s - self.began_s[slots], positions),

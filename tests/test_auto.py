@@ -675,15 +675,19 @@ def test_what_a_draft_reads_is_read_for_those_who_will_be_there(num_joining: int
     assert is_worth.tolist() == [not num_joining]
 
 
-@pytest.mark.parametrize(("num_left_out", "is_on"), [(2, True), (6, False)])
-def test_few_who_are_left_go_on_only_where_it_clearly_pays(num_left_out: int, is_on: bool) -> None:
+@pytest.mark.parametrize(("gain", "expected"), [(1.02, False), (1.06, True)])
+def test_whoever_leaves_somebody_out_must_bring_more(gain: float, expected: bool) -> None:
+    """Those who draft end first, and leave the others in a smaller batch. Nobody is left out who has no room."""
     advisor, view = Auto(cost=Known(MEMORY_BOUND)).advisor, batch(8)
     advisor.is_drafting = True
-    advisor._choose = lambda *_: Choice(np.ones(8, np.int64), rate=1020.0, seconds=0.01, rate_off=1000.0)  # type: ignore[method-assign]
-    is_worth = np.arange(8) >= num_left_out
-    advisor._is_worth_reading = lambda *_: is_worth  # type: ignore[method-assign]
-    choice, _ = advisor._choose_readers(view, np.full(8, 0.5), np.full(8, 0.5))
-    assert choice.lengths.tolist() == (is_worth * is_on).tolist()
+    advisor.steadiness = Steadiness()
+    for outlooks, leaves_out in ((np.full(8, 0.9), False), (np.repeat([0.9, 0.02], 4), True)):
+        choice = advisor._choose(view, outlooks, 0.0)
+        assert choice.leaves_out == leaves_out
+        choice.rate = gain * choice.rate_off
+        assert advisor._seems_to_pay(choice) == (expected or not leaves_out)
+    view.rooms[4:] = 0
+    assert not advisor._choose(view, np.repeat([0.9, 0.02], 4), 0.0).leaves_out
 
 
 @pytest.mark.parametrize(("num_tokens", "reads"), [(20, False), (600, True)])

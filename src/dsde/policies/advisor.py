@@ -229,13 +229,8 @@ class Advisor:
         choice = self._choose(batch, hopes, self._start_s)
         is_worth = self._is_worth_reading(batch, choice, outlooks)
         if not is_worth.all():
-            num_left_out = np.count_nonzero(choice.lengths[~is_worth])
             choice = self._choose(batch, np.where(is_worth, hopes, LOWEST), self._start_s)
             choice.lengths = np.where(is_worth, choice.lengths, 0)
-            # A few who go on by themselves end before the others, which brings less than it seems to.
-            is_for_few = num_left_out >= np.count_nonzero(choice.lengths)
-            if is_for_few and choice.rate * self._gain <= (1 + self._doubt) * choice.rate_off:
-                choice.lengths[:] = 0
         return choice, is_worth
 
     def _choose_for_next(self, batch: BatchView, outlooks: FloatArray) -> Choice:
@@ -507,7 +502,9 @@ class Advisor:
         return self._seems_to_pay(choice)
 
     def _seems_to_pay(self, choice: Choice) -> bool:
-        least = choice.rate_off * (1.0 if self.is_drafting else 1 + self._doubt)
+        # Where some do not draft, those who do end first and leave the others in a smaller batch.
+        is_for_all = self.is_drafting and not choice.leaves_out
+        least = choice.rate_off * (1.0 if is_for_all else 1 + self._doubt)
         return choice.rate * self._gain > least and bool(choice.lengths.any())
 
     @property

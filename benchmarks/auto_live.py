@@ -15,8 +15,8 @@ Tokens a second are those to be expected of what was drafted, at the rates tosse
 that a policy sees tells it beforehand which coin will fall well. `raw` are those that came. They are those of all
 rounds together; ratios are taken within every round, and printed is their mean with its 95 % interval over rounds. The
 first round is not counted: graphs are captured, and those that learn do. What passes take they know from the cell
-before of that size, as a server does that keeps it in a file, and nothing else: a cell is a workload by itself (one
-after another: `auto.py turn`).
+before of that size, as far as a server keeps it in a file, and nothing else: a cell is a workload by itself (one after
+another: `auto.py turn`).
 
 Unlike an engine without a draft, `off` has a policy that the host tells of the batch now and then, and less KV memory,
 which nobody here runs out of. Unlike an engine of their own, fixed lengths draft with the signals that others want. The
@@ -495,7 +495,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--turn-s", type=float, default=0.25, help="of every policy in every round")
     parser.add_argument("--learn-s", type=float, default=1.0, help="turns of others that do not count")
     parser.add_argument("--context-tokens", type=int, default=512, help="that every turn begins with")
-    return parse(parser)
+    options = parse(parser)
+    unknown = {batch for _, batches in options.acceptance for batch in batches} - set(options.batches)
+    if unknown:
+        parser.error(f"--acceptance names batches that --batches does not: {', '.join(map(str, sorted(unknown)))}")
+    return options
 
 
 def main() -> None:

@@ -86,3 +86,7 @@ def test_it_fits_the_same_batch_alone() -> None:
     assert told.fits(prompts), "which are read anyway"
     for other in (replace(told, is_doubtful=True), replace(told, rule=None)):
         assert not other.fits(prompts)
+    prompts.num_joining = 3
+    assert told.fits(prompts), "with nothing to read it does not matter who joins"
+    prompts.num_missed = np.array([0, 0, 60, 0])
+    assert not told.fits(prompts)

@@ -662,6 +662,40 @@ def test_who_has_nothing_to_read_drafts_however_little_it_brings(num_missed: int
     assert advisor._is_worth_reading(view, choice, np.full(8, 0.5)).tolist() == [not num_missed] + 7 * [True]
 
 
+@pytest.mark.parametrize("num_joining", [0, 3])
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_reading_is_weighed_beside_requests_that_choose_for_themselves(num_joining: int, num_others: int) -> None:
+    """These decode as well, and never draft. What else is asked of costs is about the batch that there is."""
+    policy = Auto()
+    drive(policy, [0.9] * 60, MEMORY_BOUND, 4)
+    advisor, view = policy.advisor, batch(4)
+    view.num_decoding, view.num_joining = 4 + num_others, num_joining
+    view.num_missed, view.num_left = np.array([0, 0, 0, 60]), np.full(4, 500)
+    advisor.cost.see(view)
+    chosen: list[tuple[int, int]] = []
+    choose = advisor._choose
+
+    def note(batch: BatchView, outlooks: np.ndarray, start_s: float) -> Choice:
+        chosen.append((batch.num_sequences, outlooks.size))
+        return choose(batch, outlooks, start_s)
+
+    advisor._choose = note  # type: ignore[method-assign]
+    before = advisor.cost.verify_s(4 + num_others)
+    _, is_worth = advisor._choose_readers(view, np.full(4, 0.9), np.full(4, 0.9))
+    assert is_worth.all()
+    assert chosen[:2] == [(4 + num_others, 4), (4 + num_others + num_joining, 4 + num_joining)]
+    assert advisor.cost.verify_s(4 + num_others) == before
+
+
+def test_where_nothing_can_pay_in_the_next_step_nobody_reads() -> None:
+    advisor, view = Auto(cost=Known(MEMORY_BOUND)).advisor, batch(2)
+    view.num_missed, view.num_left = np.array([0, 60]), np.full(2, 500)
+    advisor.is_drafting = True
+    advisor.cost.see(view)
+    _, is_worth = advisor._choose_readers(view, np.full(2, 0.006), np.full(2, 0.9))
+    assert is_worth.tolist() == [True, False]
+
+
 @pytest.mark.parametrize("num_joining", [0, 15])
 def test_what_a_draft_reads_is_read_for_those_who_will_be_there(num_joining: int) -> None:
     """One sequence gains by drafts, sixteen do not, where every token has its price."""
@@ -686,8 +720,9 @@ def test_whoever_leaves_somebody_out_must_bring_more(gain: float, expected: bool
         assert choice.leaves_out == leaves_out
         choice.rate = gain * choice.rate_off
         assert advisor._seems_to_pay(choice) == (expected or not leaves_out)
-    view.rooms[4:] = 0
-    assert not advisor._choose(view, np.repeat([0.9, 0.02], 4), 0.0).leaves_out
+    for room in (0, 10):  # and who will have ended before the others is not left behind
+        view.rooms[4:] = room
+        assert not advisor._choose(view, np.repeat([0.9, 0.02], 4), 0.0).leaves_out
 
 
 @pytest.mark.parametrize(("num_tokens", "reads"), [(20, False), (600, True)])

@@ -256,6 +256,7 @@ def test_a_policy_is_told_of_prompts() -> None:
     policy, costs = Noting(), Costs(draft=Line(1.0), verify=Line(1.0, 0, 1.0))
     simulate(policy, requests, costs, 4, prompts=True)
     assert any(batch.num_prompt_tokens for batch in policy.batches)
+    assert all(batch.num_prompt_tokens == 5 * batch.num_joining for batch in policy.batches)
     for batch, outcome in zip(policy.batches, policy.outcomes, strict=True):
         assert outcome.num_prompt_tokens == batch.num_prompt_tokens
         assert outcome.verify_s == 1 + batch.num_prompt_tokens + outcome.num_drafted + outcome.num_decoding

@@ -12,6 +12,7 @@ import numpy as np
 from dsde.core.stops import StopByWorth
 from dsde.policies.base import BatchView, IntArray, Plan
 from dsde.policies.occasions import Occasions
+from dsde.policies.waves import NUM_IN_PASSING
 
 
 @dataclass(slots=True)
@@ -81,6 +82,9 @@ class Advice:
         mine = self.batch
         # Drafts that pay do so beside prompts as well, which are read anyway.
         is_alike = mine.num_prompt_tokens == batch.num_prompt_tokens or self.can_be_repeated
+        # Whoever joins decides on what is worth reading, if there is anything to read.
+        has_to_read = batch.num_missed is not None and bool((batch.num_missed > NUM_IN_PASSING).any())
+        is_alike = is_alike and (mine.num_joining == batch.num_joining or not has_to_read)
         return is_alike and mine.num_decoding == batch.num_decoding and np.array_equal(mine.slots, batch.slots)
 
     def resting_on(self, batch: BatchView, places: IntArray, num_resting: int) -> Advice:

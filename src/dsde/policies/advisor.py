@@ -235,12 +235,13 @@ class Advisor:
 
     def _choose_for_next(self, batch: BatchView, outlooks: FloatArray) -> Choice:
         """For those who will decode in the next step: whoever joins is taken to be like those who are there."""
-        num = batch.num_sequences + batch.num_joining
-        if batch.num_joining:
-            slots, rooms = np.resize(batch.slots, num), np.resize(batch.rooms, num)
-            batch = replace(batch, slots=slots, rooms=rooms, num_decoding=num)
+        mine, num = batch.slots.size + batch.num_joining, batch.num_sequences + batch.num_joining
+        slots, rooms = np.resize(batch.slots, mine), np.resize(batch.rooms, mine)
+        next_batch = replace(batch, slots=slots, rooms=rooms, num_decoding=num)
         self.cost.turn_to(num)
-        return self._choose(batch, np.resize(outlooks, num), self._start_s)
+        choice = self._choose(next_batch, np.resize(outlooks, mine), self._start_s)
+        self.cost.turn_to(batch.num_sequences)
+        return choice
 
     def _try_others(self, batch: BatchView, choice: Choice, outlooks: FloatArray, is_worth: BoolArray) -> Choice:
         """Of drafts that are made anyway: the other way, or longer ones, where nothing would be known of them."""
@@ -517,14 +518,16 @@ class Advisor:
         return 1 / choice.rate_off - (1 + doubt) / (choice.rate * self._gain)
 
     def _is_worth_reading(self, batch: BatchView, choice: Choice, outlooks: FloatArray) -> BoolArray:
-        """[batch] whether drafts will save what it costs to have the draft read first; everybody where nothing pays."""
+        """[batch] whether drafts will save what it costs to have the draft read first; everybody where `choice` does
+        not pay, since nobody will draft then."""
         behind = self.cost.behind(batch.slots)
         behind = np.where(behind > NUM_IN_PASSING, behind, 0)
         if not behind.any() or not self._seems_to_pay(choice):
             return np.ones(behind.size, np.bool_)
         # No benefit of the doubt here: nobody reads to find out.
         choice = self._choose_for_next(batch, outlooks)
-        self.cost.turn_to(batch.num_sequences)
+        if not choice.lengths.any():
+            return behind == 0 if not batch.favours_one_length else np.zeros(behind.size, np.bool_)
         num_behind = int(behind.sum())
         shares_s = behind * float(self.cost.catch_up_s(num_behind)) / num_behind
         if batch.favours_one_length:  # whoever did not draft would be dearer than what is to be read

@@ -168,7 +168,7 @@ class Auto(Policy):
             self._next = self.advisor.advise(coming)
         elif coming is None and current is not None and self._num_rested >= current.plan.num_resting:
             # Those of a wave are taken not to have read anything yet.
-            self._next = None if current.wave.size else self.advisor.advise(current.batch)
+            self._next = None if current.wave.size else self.advisor.advise(replace(current.batch, num_joining=0))
 
     def rules_on(self) -> bool:
         return self._next is None or self._next.is_ruled

@@ -85,7 +85,7 @@ class BatchView(_Counted):
     num_prompt_tokens: int = 0
     """tokens of prompts that the same target pass reads"""
     num_joining: int = 0
-    """sequences whose prompts will have been read by then, and who decode in the next step"""
+    """sequences of whose prompts that pass reads the last, and who decode in the next step"""
     num_left: IntArray | None = None
     """[batch] tokens that each may have yet, at most; None: nobody knows"""
     num_missed: IntArray | None = None

@@ -30,7 +30,7 @@ class Choice:
     rate_off: float
     """tokens per second of a step without drafts, likewise"""
     leaves_out: bool = False
-    """whether somebody drafts nothing who could"""
+    """whether somebody drafts nothing who could, and will not have ended long before the others"""
 
 
 def choose(
@@ -59,7 +59,7 @@ def choose(
         last = int((rates[0] >= (1 - AS_GOOD) * rates[0, last]).argmax())
     lengths = np.full(kinds.size, last + 1) if one_length else menu.lengths(kinds, level, last + 1)
     return Choice(
-        leaves_out=bool(((lengths == 0) & (batch.rooms > 0)).any()),
+        leaves_out=bool((2 * batch.rooms[lengths == 0] > float(batch.rooms.mean())).any()),
         lengths=np.minimum(lengths, batch.rooms),
         rate=float(rates[level, last]),
         seconds=float(seconds[level, last]),

@@ -195,7 +195,8 @@ class CostModel:
         return self._starts[False].is_stuck
 
     def start_of(self, is_ruled: bool) -> float:
-        """The same of one that a rule may end, or none; of the former as of the latter, while nobody knows."""
+        """The same of one that a rule may end, or none; of the former as of the latter, while nobody knows, unless they
+        are those that tell what a pass takes: then it is in their passes."""
         return self._start(is_ruled).seconds
 
     def beside_of(self, is_ruled: bool) -> float:
@@ -204,7 +205,6 @@ class CostModel:
         return self._start(is_ruled).beside_s
 
     def _start(self, is_ruled: bool) -> Start:
-        # What those take once that tell what a pass takes is in their passes until it is known.
         is_told = self._starts[True].is_known or self._is_anchor_ruled
         return self._starts[is_ruled and is_told]
 

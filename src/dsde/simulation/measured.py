@@ -49,7 +49,8 @@ class MeasuredCosts:
         self._catch_up = None
         if catch_up is not None:
             readings = _rows(catch_up, 2)
-            self._catch_up = _Knots(np.append(0.0, readings[:, 0]), np.append(0.0, readings[:, 1]))
+            # Sizes may lie close to each other, and more than was ever read at once is read in pieces.
+            self._catch_up = _Knots(np.append(0.0, readings[:, 0]), np.append(0.0, readings[:, 1]), is_even=True)
         self._batch_sizes = np.unique(verifications[:, 0])
         self._verify = []
         for size in self._batch_sizes:
@@ -93,11 +94,14 @@ def sizes_of_passes(passes: IntArray, num_missed: int) -> IntArray:
 
 
 class _Knots:
-    def __init__(self, sizes: FloatArray, seconds: FloatArray) -> None:
+    def __init__(self, sizes: FloatArray, seconds: FloatArray, is_even: bool = False) -> None:
+        """Beyond the largest they go on as between the last two; `is_even`: as from the largest that is at most half as
+        large, or from the smallest."""
         order = np.argsort(sizes)
         self.sizes, self._seconds = sizes[order], seconds[order]
-        last = slice(-2, None)
-        self._slope = float(np.diff(self._seconds[last])[0] / np.diff(self.sizes[last])[0]) if sizes.size > 1 else 0.0
+        before = max(int(np.count_nonzero(self.sizes <= self.sizes[-1] / 2)), 1) - 1 if is_even else sizes.size - 2
+        rise = self._seconds[-1] - self._seconds[before]
+        self._slope = float(rise / (self.sizes[-1] - self.sizes[before])) if sizes.size > 1 else 0.0
 
     def seconds(self, sizes: FloatArray) -> FloatArray:
         beyond = np.maximum(sizes - self.sizes[-1], 0.0)

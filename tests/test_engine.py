@@ -97,6 +97,28 @@ def test_look_ahead_is_reserved_for_the_chosen_length_only() -> None:
     assert held == {"static:1": 1, "static:18": 2}
 
 
+def test_a_policy_is_told_who_joins() -> None:
+    """A long prompt is read in pieces beside a request that decodes, and only the last of them makes somebody join."""
+
+    found: list[tuple[int, int]] = []
+
+    class Noting(Static):
+        def plan(self, batch: BatchView) -> Plan:
+            found.append((batch.num_prompt_tokens, batch.num_joining))
+            return super().plan(batch)
+
+    short, long = random_prompts(2, 4, 5)[0], random_prompts(1, 40, 41)[0]
+    engine = make_engine(TARGET, DRAFT, Noting(1), max_num_batched_tokens=20)
+    engine.add(short, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    engine.step()
+    engine.add(long, GREEDY)
+    run(engine)
+    told = [each for each in found if each[0]]
+    assert sum(num_tokens for num_tokens, _ in told) == len(long)
+    assert len(told) > 1
+    assert [num_joining for _, num_joining in told] == [0] * (len(told) - 1) + [1]
+
+
 def test_spare_memory_is_given_back_to_who_waits_for_it() -> None:
     """Blocks for tokens to come, as long as nobody needs them."""
     engine = make_engine(TARGET, None, kv_cache_bytes=12 * BLOCK_BYTES // 2)

@@ -150,6 +150,8 @@ def test_what_the_draft_missed_is_read_in_its_first_pass_or_as_it_was_measured()
     measured = make_costs(json.dumps(table | {"catch_up": [[2, 0.5], [8, 3.5]]}))
     assert measured.draft_s(passes, num_missed=4) == pytest.approx(1.5 + 1.0 + 1.5)
     assert measured.draft_s(passes) == pytest.approx(1.5 + 1.0)
+    near = make_costs(json.dumps(table | {"catch_up": [[2, 0.5], [7, 3.7], [8, 3.5]]}))
+    assert near.draft_s(passes, num_missed=20) == pytest.approx(1.5 + 1.0 + 3.5 + 12 * 0.5), "not as from 7 to 8"
     with pytest.raises(InvalidInput, match="the form"):
         make_costs(json.dumps(table | {"catch_up": [[2, -1.0]]}))
 

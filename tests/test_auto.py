@@ -680,11 +680,21 @@ def test_reading_is_weighed_beside_requests_that_choose_for_themselves(num_joini
         return choose(batch, outlooks, start_s)
 
     advisor._choose = note  # type: ignore[method-assign]
-    before = advisor.cost.verify_s(4 + num_others)
+    turned_to: list[int] = []
+    advisor.cost.turn_to = turned_to.append  # type: ignore[method-assign]
     _, is_worth = advisor._choose_readers(view, np.full(4, 0.9), np.full(4, 0.9))
     assert is_worth.all()
     assert chosen[:2] == [(4 + num_others, 4), (4 + num_others + num_joining, 4 + num_joining)]
-    assert advisor.cost.verify_s(4 + num_others) == before
+    assert turned_to == [4 + num_others + num_joining, 4 + num_others]
+
+
+def test_who_joined_is_not_taken_to_join_again() -> None:
+    policy, view = Auto(), batch(4)
+    view.num_joining = 3
+    policy.plan(view)
+    policy.settle()
+    assert policy._next is not None
+    assert policy._next.batch.num_joining == 0
 
 
 def test_where_nothing_can_pay_in_the_next_step_nobody_reads() -> None:
@@ -714,7 +724,6 @@ def test_whoever_leaves_somebody_out_must_bring_more(gain: float, expected: bool
     """Those who draft end first, and leave the others in a smaller batch. Nobody is left out who has no room."""
     advisor, view = Auto(cost=Known(MEMORY_BOUND)).advisor, batch(8)
     advisor.is_drafting = True
-    advisor.steadiness = Steadiness()
     for outlooks, leaves_out in ((np.full(8, 0.9), False), (np.repeat([0.9, 0.02], 4), True)):
         choice = advisor._choose(view, outlooks, 0.0)
         assert choice.leaves_out == leaves_out
